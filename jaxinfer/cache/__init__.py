@@ -1,0 +1,6 @@
+"""The paged KV cache: `pages` (the pool), `allocator` (who owns which page), `integrity` (is it still so)."""
+
+from jaxinfer.cache import allocator, integrity, pages
+from jaxinfer.cache.allocator import INVALID, AllocatorState, Grant
+
+__all__ = ["INVALID", "AllocatorState", "Grant", "allocator", "integrity", "pages"]

@@ -1,0 +1,64 @@
+"""KVCache: the pool of pages with its number format and scales, as one pytree that steps take and return."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32, Shaped
+
+from jaxinfer.cache import pages
+from jaxinfer.quantization.formats import KVFormat
+
+
+class Places(Protocol):
+    """Where new entries go: a page and an offset in it for each token, INVALID for none."""
+
+    @property
+    def pages(self) -> Int32[Array, "B T"]: ...
+    @property
+    def offsets(self) -> Int32[Array, "B T"]: ...
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVCache:
+    """`entries`: kind to stored pages `[layers, pages, page_size, width]`; `scales`: kind to one scale a layer."""
+
+    entries: dict[str, Shaped[Array, "layers pages page_size width"]]
+    scales: dict[str, Float[Array, " layers"]]
+    format: KVFormat = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def create(
+        cls,
+        kinds: dict[str, int],
+        layers: int,
+        num_pages: int,
+        page_size: int,
+        format: KVFormat,
+        scales: dict[str, Float[Array, " layers"]] | None = None,
+    ) -> "KVCache":
+        """Empty pages for entries of `kinds` (name to width in values). Without `scales` they are 1."""
+        shapes = {kind: (layers, width) for kind, width in kinds.items()}
+        # Copies: the cache is donated to every step, and the scales of the checkpoint must outlive it.
+        own = {kind: jnp.ones(layers) if scales is None else jnp.array(scales[kind], copy=True) for kind in kinds}
+        return cls(pages.create(shapes, num_pages, page_size, format.dtype), own, format)
+
+    def write(
+        self, kind: str, layer: Int32[Array, ""], places: Places, rows: Float[Array, "B T width"]
+    ) -> "KVCache":
+        """The cache with `rows` encoded and stored; rows whose page is INVALID are dropped."""
+        stored = self.format.encode(rows.reshape(-1, rows.shape[-1]), self.scales[kind][layer])
+        entry = pages.write(self.entries[kind], layer, places.pages.reshape(-1), places.offsets.reshape(-1), stored)
+        return dataclasses.replace(self, entries={**self.entries, kind: entry})
+
+    def copy_pages(self, source: Int32[Array, " B"], target: Int32[Array, " B"], count: Int32[Array, ""]) -> "KVCache":
+        """The cache after copying the first `count` source pages to the targets, in every layer."""
+        return dataclasses.replace(self, entries=pages.copy(self.entries, source, target, count))
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token takes over all layers."""
+        return sum(a.shape[0] * a.shape[3] * a.dtype.itemsize for a in self.entries.values())

@@ -1,0 +1,1 @@
+"""Tasks with checkable answers and the scores computed from them."""

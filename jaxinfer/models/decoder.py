@@ -1,0 +1,179 @@
+"""The decoder and its parameters as a plain nested dict of arrays.
+
+`parameter_specs` is the one tree of (shape, dtype, axes) that drives init, restore and shardings; it allocates nothing,
+so that a model of a trillion parameters can be described anywhere. `bind` puts a dict of weights, in any number format,
+behind the module.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int32
+
+from jaxinfer.cache.kv import KVCache
+from jaxinfer.config import ModelConfig
+from jaxinfer.models.attention import PagedContext, causal_mask, make_attention
+from jaxinfer.models.moe import MLP, MoE
+from jaxinfer.models.norm import RMSNorm
+from jaxinfer.models.parameter import ParameterSpec, parameter
+
+Params = dict  # nested dict of str to array or QuantizedTensor
+
+
+class Block(nnx.Module):
+    """`layers` decoder layers of one kind, their weights stacked: attention and MLP or experts, both pre-norm residual."""
+
+    def __init__(self, layers: int, config: ModelConfig, sparse: bool, rngs: nnx.Rngs, dtype):
+        self.attention_norm = RMSNorm(layers, config.hidden, config.rms_eps, rngs, dtype)
+        self.attention = make_attention(layers, config, rngs, dtype)
+        self.mlp_norm = RMSNorm(layers, config.hidden, config.rms_eps, rngs, dtype)
+        self.mlp: MoE | MLP = (
+            MoE(layers, config, rngs, dtype)
+            if sparse
+            else MLP(layers, config.hidden, config.dense_intermediate, rngs, dtype)
+        )
+
+    def plain(self, x, layer, positions, mask, valid, capacity_factor):
+        """One layer over whole texts; also tokens routed to each expert, or None. No capacity factor: none dropped."""
+        with jax.named_scope("attention"):
+            x = x + self.attention.plain(self.attention_norm(x, layer), layer, positions, mask)
+        with jax.named_scope("mlp"):
+            h = self.mlp_norm(x, layer)
+            if not isinstance(self.mlp, MoE):
+                return x + self.mlp(h, layer), None
+            flat = h.reshape(-1, h.shape[-1])
+            if capacity_factor is None:
+                return x + self.mlp(flat, layer, valid.reshape(-1)).reshape(x.shape), None
+            y, load = self.mlp.train(flat, layer, valid.reshape(-1), capacity_factor)
+            return x + y.reshape(x.shape), load
+
+    def paged(self, x, layer, pool_layer, context: PagedContext, cache: KVCache):
+        with jax.named_scope("attention"):
+            y, cache = self.attention.paged(self.attention_norm(x, layer), layer, pool_layer, context, cache)
+            x = x + y
+        with jax.named_scope("mlp"):
+            h = self.mlp_norm(x, layer)
+            if not isinstance(self.mlp, MoE):
+                return x + self.mlp(h, layer), cache
+            y = self.mlp(h.reshape(-1, h.shape[-1]), layer, context.positions.reshape(-1) >= 0)
+            return x + y.reshape(x.shape), cache
+
+
+class Decoder(nnx.Module):
+    """Embedding, dense blocks, sparse blocks, final norm, head."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype):
+        self.config = config
+        self.embedding = parameter(
+            rngs, dtype, ("vocab_rows", "embed_columns"), (config.vocab, config.hidden), init="embed"
+        )
+        self.dense = Block(config.dense_layers, config, False, rngs, dtype) if config.dense_layers else None
+        self.sparse = Block(config.moe_layers, config, True, rngs, dtype) if config.moe_layers else None
+        self.norm = RMSNorm(1, config.hidden, config.rms_eps, rngs, dtype)
+        self.head = parameter(rngs, dtype, ("embed", "vocab"), (config.hidden, config.vocab))
+
+    def _blocks(self):
+        """The stacks in order, each with its number of layers and the first one's index in the cache."""
+        if self.dense is not None:
+            yield self.dense, self.config.dense_layers, 0
+        if self.sparse is not None:
+            yield self.sparse, self.config.moe_layers, self.config.dense_layers
+
+    def embed(self, tokens: Int32[Array, "B T"], dtype) -> Float[Array, "B T D"]:
+        return self.embedding.get_value()[jnp.maximum(tokens, 0)].astype(dtype)
+
+    def logits(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
+        """Float32 logits of hidden states."""
+        x = self.norm(x, jnp.int32(0))
+        return jnp.matmul(x, self.head.get_value().astype(x.dtype), preferred_element_type=jnp.float32)
+
+    def plain(self, tokens, positions, segments, dtype, capacity_factor=None):
+        """Logits `[B, T, V]` of whole texts, each token seeing its own segment, and expert loads `[moe_layers, E]`."""
+        x, mask, valid = self.embed(tokens, dtype), causal_mask(segments), segments > 0
+        loads = None
+        for block, layers, _ in self._blocks():
+            step = functools.partial(
+                _plain_layer, block, positions=positions, mask=mask, valid=valid, capacity_factor=capacity_factor
+            )
+            x, loads = jax.lax.scan(step, x, jnp.arange(layers, dtype=jnp.int32))
+        return self.logits(x), loads
+
+    def paged(self, tokens, context: PagedContext, cache: KVCache, dtype):
+        """Hidden states `[B, T, D]` of new tokens and the cache with their entries. The pool is the scan's carry and is
+        changed in place; layers are read from the stacks by index."""
+        carry = (self.embed(tokens, dtype), cache)
+        for block, layers, first in self._blocks():
+
+            def step(carry, layer, block=block, first=first):
+                x, cache = carry
+                return block.paged(x, layer, layer + first, context, cache), None
+
+            carry, _ = jax.lax.scan(step, carry, jnp.arange(layers, dtype=jnp.int32))
+        return carry
+
+
+def _plain_layer(block, x, layer, **context):
+    return block.plain(x, layer, **context)
+
+
+@functools.cache
+def _abstract(config: ModelConfig, dtype_name: str):
+    module = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0), jnp.dtype(dtype_name)))
+    graph, state = nnx.split(module)
+    return graph, tuple(nnx.to_flat_state(state))
+
+
+def parameter_specs(config: ModelConfig, dtype=jnp.bfloat16) -> Params:
+    """Nested dict of ParameterSpec. Allocates nothing."""
+    _, flat = _abstract(config, jnp.dtype(dtype).name)
+    leaves = {}
+    for path, variable in flat:
+        value, meta = variable.get_value(), variable.get_metadata()
+        # The last name is the module's attribute `weight` for layers of their own: left out of the path.
+        leaves[path] = ParameterSpec(value.shape, value.dtype, meta["axes"], meta["kind"])
+    return _nest(leaves)
+
+
+def init_params(config: ModelConfig, key: jax.Array, dtype=jnp.float32) -> Params:
+    """Fresh random parameters."""
+    module = Decoder(config, nnx.Rngs(key), jnp.dtype(dtype))
+    return _nest({path: variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(module))})
+
+
+def bind(config: ModelConfig, params: Params) -> Decoder:
+    """The module that reads `params`. Cheap; called while tracing."""
+    graph, flat = _abstract(config, "bfloat16")
+    return nnx.merge(graph, nnx.from_flat_state([(path, v.replace(_lookup(params, path))) for path, v in flat]))
+
+
+def forward(
+    config: ModelConfig,
+    params: Params,
+    tokens: Int32[Array, "B T"],
+    positions: Int32[Array, "B T"],
+    segments: Int32[Array, "B T"],
+    capacity_factor: float | None = None,
+    dtype=jnp.float32,
+) -> tuple[Float[Array, "B T V"], Float[Array, "moe_layers E"] | None]:
+    """The teacher-forced forward pass: no cache, no pages. The reference for everything served, and what trains."""
+    return bind(config, params).plain(tokens, positions, segments, dtype, capacity_factor)
+
+
+def _nest(leaves: dict[tuple, object]) -> Params:
+    tree: Params = {}
+    for path, value in leaves.items():
+        *parents, name = map(str, path)
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = value
+    return tree
+
+
+def _lookup(params: Params, path: tuple):
+    node = params
+    for name in path:
+        node = node[str(name)]
+    return node

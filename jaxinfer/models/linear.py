@@ -1,0 +1,21 @@
+"""A stack of linear layers, one a decoder layer, read by layer index so that no layer is copied out for a kernel."""
+
+from flax import nnx
+from jaxtyping import Array, Float, Int32
+
+from jaxinfer.models.parameter import parameter
+from jaxinfer.quantization.tensor import dequantize, matmul, take
+
+
+class Linear(nnx.Module):
+    """Weights `[layers, inputs, outputs]`; `axes` are the logical names of the last two."""
+
+    def __init__(self, layers: int, inputs: int, outputs: int, axes: tuple[str, str], rngs: nnx.Rngs, dtype):
+        self.weight = parameter(rngs, dtype, ("layers", *axes), (layers, inputs, outputs), kind="linear")
+
+    def __call__(self, x: Float[Array, "... inputs"], layer: Int32[Array, ""]) -> Float[Array, "... outputs"]:
+        return matmul(x, self.weight.get_value(), layer)
+
+    def matrix(self, layer: Int32[Array, ""], dtype) -> Float[Array, "inputs outputs"]:
+        """The layer's matrix in `dtype`, for products that are not `x @ W` (absorbed attention)."""
+        return dequantize(take(self.weight.get_value(), layer), dtype)

@@ -1,0 +1,21 @@
+"""RMSNorm, computed in float32."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int32
+
+from jaxinfer.models.parameter import parameter
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * weight, with one weight vector a layer: `[layers, width]`."""
+
+    def __init__(self, layers: int, width: int, eps: float, rngs: nnx.Rngs, dtype):
+        self.eps = eps
+        self.weight = parameter(rngs, dtype, ("layers", "norm"), (layers, width), init="ones")
+
+    def __call__(self, x: Float[Array, "... width"], layer: Int32[Array, ""]) -> Float[Array, "... width"]:
+        wide = x.astype(jnp.float32)
+        scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (wide * scale * self.weight.get_value()[layer].astype(jnp.float32)).astype(x.dtype)

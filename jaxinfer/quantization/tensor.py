@@ -1,0 +1,124 @@
+"""QuantizedTensor: a weight in a number format, as a pytree that takes the place of a plain array.
+
+Weights lie as `[..., inputs, outputs]` with any number of leading stack axes (layers, experts). Model code calls
+`matmul` and `take` and never asks which kind it holds.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32, Shaped
+
+from jaxinfer.errors import UserError
+from jaxinfer.quantization.formats import FP8_BLOCK, WeightFormat, to_e4m3
+from pallas_kernels import grouped_matmul as kernels
+
+INT4_LIMIT = 7.5  # symmetric: codes -8..7, the scale maps the largest magnitude to half a step beyond 7
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """`data` and `scale` of one weight.
+
+    fp8_e4m3: data e4m3 `[..., K, N]`, scale float32 `[..., ceil(K/128), ceil(N/128)]`.
+    int4:gG:  data uint8 `[..., K/2, N]` (low nibble: even input; offset binary, code + 8), scale bf16 `[..., K/G, N]`.
+    """
+
+    data: Shaped[Array, "..."]
+    scale: Float[Array, "..."]
+    format: WeightFormat = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *stack, rows, columns = self.data.shape
+        return (*stack, rows * (2 if self.format.kind == "int4" else 1), columns)
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.size * self.data.dtype.itemsize + self.scale.size * self.scale.dtype.itemsize
+
+    def take(self, *index) -> "QuantizedTensor":
+        return QuantizedTensor(self.data[index], self.scale[index], self.format)
+
+    def dequantize(self, dtype=jnp.float32) -> Float[Array, "... inputs outputs"]:
+        if self.format.kind == "int4":
+            return _unpack_int4(self.data, self.scale, self.format.group).astype(dtype)
+        rows, columns = self.data.shape[-2:]
+        scale = jnp.repeat(self.scale, FP8_BLOCK, axis=-2)[..., :rows, :]
+        scale = jnp.repeat(scale, FP8_BLOCK, axis=-1)[..., :columns]
+        return (self.data.astype(jnp.float32) * scale).astype(dtype)
+
+
+Weight = jax.Array | QuantizedTensor
+
+
+def quantize(weight: Float[Array, "... inputs outputs"], format: WeightFormat) -> Weight:
+    """`weight` in `format`, rounded to nearest. UserError where the group size does not divide the inputs.
+
+    Error of a value: at most half a step, that is scale / 2 for int4 (scale = largest magnitude of the group / 7.5,
+    one full step at +7.5) and 2^-4 of its magnitude for e4m3 (3 mantissa bits) while it is a normal number.
+    """
+    if format.kind == "int4":
+        return _quantize_int4(weight, format)
+    if format.kind == "fp8_e4m3":
+        return _quantize_fp8(weight, format)
+    return weight.astype(format.dtype)
+
+
+def _quantize_int4(weight, format: WeightFormat) -> QuantizedTensor:
+    *stack, inputs, outputs = weight.shape
+    check_group(inputs, format)
+    groups = weight.astype(jnp.float32).reshape(*stack, inputs // format.group, format.group, outputs)
+    scale = (jnp.abs(groups).max(axis=-2) / INT4_LIMIT).astype(jnp.bfloat16)
+    step = jnp.where(scale == 0, 1, scale).astype(jnp.float32)[..., None, :]
+    codes = (jnp.clip(jnp.round(groups / step), -8, 7) + 8).astype(jnp.uint8).reshape(*stack, inputs // 2, 2, outputs)
+    return QuantizedTensor(codes[..., 0, :] | (codes[..., 1, :] << 4), scale, format)
+
+
+def check_group(inputs: int, format: WeightFormat, name: str = "a matrix") -> None:
+    if format.kind == "int4" and inputs % format.group:
+        raise UserError(f"group size {format.group} does not divide the {inputs} inputs of {name}")
+
+
+def _unpack_int4(data, scale, group: int):
+    *stack, half, outputs = data.shape
+    codes = jnp.stack([data & 0xF, data >> 4], axis=-2).reshape(*stack, half * 2 // group, group, outputs)
+    values = (codes.astype(jnp.float32) - 8) * scale.astype(jnp.float32)[..., None, :]
+    return values.reshape(*stack, half * 2, outputs)
+
+
+def _quantize_fp8(weight, format: WeightFormat) -> QuantizedTensor:
+    *stack, rows, columns = weight.shape
+    pad = [(0, 0)] * len(stack) + [(0, -rows % FP8_BLOCK), (0, -columns % FP8_BLOCK)]
+    padded = jnp.pad(weight.astype(jnp.float32), pad)
+    row_blocks, column_blocks = padded.shape[-2] // FP8_BLOCK, padded.shape[-1] // FP8_BLOCK
+    blocks = padded.reshape(*stack, row_blocks, FP8_BLOCK, column_blocks, FP8_BLOCK)
+    scale = jnp.abs(blocks).max(axis=(-3, -1)) / 448.0
+    step = jnp.where(scale == 0, 1, scale)[..., :, None, :, None]
+    data = to_e4m3(blocks / step).reshape(padded.shape)[..., :rows, :columns]
+    return QuantizedTensor(data, scale, format)
+
+
+def take(weight: Weight, *index) -> Weight:
+    """One layer (or one layer's expert) of a stacked weight."""
+    return weight.take(*index) if isinstance(weight, QuantizedTensor) else weight[index]
+
+
+def dequantize(weight: Weight, dtype=jnp.float32) -> Float[Array, "... inputs outputs"]:
+    return weight.dequantize(dtype) if isinstance(weight, QuantizedTensor) else weight.astype(dtype)
+
+
+def matmul(x: Float[Array, "... inputs"], weight: Weight, layer: Int32[Array, ""]) -> Float[Array, "... outputs"]:
+    """`x @ weight[layer]`, accumulated in float32, in the type of `x`."""
+    matrix = dequantize(take(weight, layer), x.dtype)
+    return jnp.matmul(x, matrix, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+def grouped_matmul(
+    x: Float[Array, "A inputs"], weight: Weight, layer: Int32[Array, ""], counts: Int32[Array, " E"]
+) -> Float[Array, "A outputs"]:
+    """Rows sorted by expert, each times `weight[layer, expert]`; `counts` says how many rows each expert has."""
+    return kernels.grouped_matmul(x, lambda e: dequantize(take(weight, layer, e), x.dtype), counts, weight.shape[-1])

@@ -1,0 +1,1 @@
+"""Text in and out of the engine: tokens, chat markers, incremental decoding."""
