@@ -242,3 +242,24 @@ class EngineConfig:
 
     def replace(self, **changes) -> Self:
         return dataclasses.replace(self, **changes)
+
+
+def config_to_dict(config: ModelConfig) -> dict:
+    """`config` as plain JSON values."""
+    return dataclasses.asdict(config)
+
+
+def config_from_dict(values: dict) -> ModelConfig:
+    """The inverse of `config_to_dict`. UserError where a field is missing, unknown or of a wrong kind."""
+    try:
+        values = dict(values)
+        attention, rope, moe = dict(values.pop("attention")), dict(values.pop("rope")), values.pop("moe")
+        yarn = rope.pop("yarn", None)
+        return ModelConfig(
+            attention=MLAConfig(**attention) if "kv_lora" in attention else GQAConfig(**attention),
+            rope=RopeConfig(**rope, yarn=YarnConfig(**yarn) if yarn else None),
+            moe=MoEConfig(**moe) if moe else None,
+            **values,
+        )
+    except (TypeError, ValueError, KeyError) as error:
+        raise UserError(f"not a model configuration: {error}") from None

@@ -60,9 +60,7 @@ class AllocatorState:
     page_size: int = field(metadata={"static": True})
 
     @classmethod
-    def create(
-        cls, num_pages: int, num_slots: int, max_pages_per_slot: int, page_size: int
-    ) -> "AllocatorState":
+    def create(cls, num_pages: int, num_slots: int, max_pages_per_slot: int, page_size: int) -> "AllocatorState":
         """All pages free, all slots empty.
 
         Raises ValueError when a size is below 1 or a slot could hold more tokens than an int32 counts.
@@ -165,9 +163,7 @@ def is_empty(state: AllocatorState, slots: Int32[Array, "batch"]) -> Bool[Array,
     return exists & (state.lengths[row] == 0) & jnp.all(state.page_table[row] == INVALID, axis=1)
 
 
-def open_slots(
-    state: AllocatorState, slots: Int32[Array, "batch"]
-) -> tuple[AllocatorState, Bool[Array, "batch"]]:
+def open_slots(state: AllocatorState, slots: Int32[Array, "batch"]) -> tuple[AllocatorState, Bool[Array, "batch"]]:
     """Give empty slots a fresh slot tag. Returns the state and which rows were opened.
 
     Refused: an INVALID slot, one that still holds pages (release it first), one named earlier in the same
@@ -195,9 +191,7 @@ def append(
     `max_new_pages` (static) bounds the new pages of a row, a copy counted; a row that needs more is refused.
     A decode step passes 1, which makes the call cheap.
     """
-    limit = (
-        state.max_pages_per_slot if max_new_pages is None else min(max_new_pages, state.max_pages_per_slot)
-    )
+    limit = state.max_pages_per_slot if max_new_pages is None else min(max_new_pages, state.max_pages_per_slot)
     with jax.named_scope("allocator_append"):
         plan = _plan(state, slots, counts, limit)
         return _commit(state, plan, limit)
@@ -293,9 +287,7 @@ def positions_to_pages(
     return jnp.where(covered, page, INVALID), jnp.where(covered, position % state.page_size, INVALID)
 
 
-def _in_range(
-    index: Int32[Array, "*shape"], size: int
-) -> tuple[Bool[Array, "*shape"], Int32[Array, "*shape"]]:
+def _in_range(index: Int32[Array, "*shape"], size: int) -> tuple[Bool[Array, "*shape"], Int32[Array, "*shape"]]:
     """Whether each index is within 0..size-1, and the index, 0 where it is not."""
     valid = (index >= 0) & (index < size)
     return valid, jnp.where(valid, index, 0)
@@ -306,9 +298,7 @@ def _repeated(index: Int32[Array, "batch"]) -> Bool[Array, "batch"]:
     return jnp.any(jnp.tril(index[:, None] == index[None, :], k=-1), axis=1)
 
 
-def _renew(
-    state: AllocatorState, slots: Int32[Array, "batch"], chosen: Bool[Array, "batch"]
-) -> AllocatorState:
+def _renew(state: AllocatorState, slots: Int32[Array, "batch"], chosen: Bool[Array, "batch"]) -> AllocatorState:
     """Give the chosen rows, distinct slots, the next slot tags in order."""
     count = jnp.cumsum(chosen, dtype=jnp.uint32)
     tags = scramble(state.next_slot_tag + count - 1)
@@ -320,9 +310,7 @@ def _renew(
     )
 
 
-def _plan(
-    state: AllocatorState, slots: Int32[Array, "batch"], counts: Int32[Array, "batch"], limit: int
-) -> _Plan:
+def _plan(state: AllocatorState, slots: Int32[Array, "batch"], counts: Int32[Array, "batch"], limit: int) -> _Plan:
     """Decide which rows of an append are granted, as if they were served one after the other.
 
     Rows that share a tail page in one call: the first ones copy and each copy drops a reference; the last

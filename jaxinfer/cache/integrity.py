@@ -118,9 +118,7 @@ def _check_slots(state: AllocatorState) -> list[str]:
         covered = -(-length // state.page_size)
         head, tail = table[slot, :covered], table[slot, covered:]
         if np.any(tail != INVALID):
-            problems.append(
-                f"slot {slot} of length {length} names pages beyond its {covered}: {tail.tolist()}"
-            )
+            problems.append(f"slot {slot} of length {length} names pages beyond its {covered}: {tail.tolist()}")
         if np.any((head < 0) | (head >= state.num_pages)):
             problems.append(f"slot {slot} of length {length} lacks pages: {head.tolist()}")
         elif np.any(tags[head] != expected[slot, :covered]):

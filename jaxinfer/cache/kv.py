@@ -43,7 +43,9 @@ class KVCache:
         """Empty pages for entries of `kinds` (name to width in values). Without `scales` they are 1."""
         shapes = {kind: (layers, width) for kind, width in kinds.items()}
         # Copies: the cache is donated to every step, and the scales of the checkpoint must outlive it.
-        own = {kind: jnp.ones(layers) if scales is None else jnp.array(scales[kind], copy=True) for kind in kinds}
+        own = {
+            kind: jnp.ones(layers) if scales is None else jnp.array(scales[kind], copy=True) for kind in kinds
+        }
         return cls(pages.create(shapes, num_pages, page_size, format.dtype), own, format)
 
     def write(
@@ -51,10 +53,14 @@ class KVCache:
     ) -> "KVCache":
         """The cache with `rows` encoded and stored; rows whose page is INVALID are dropped."""
         stored = self.format.encode(rows.reshape(-1, rows.shape[-1]), self.scales[kind][layer])
-        entry = pages.write(self.entries[kind], layer, places.pages.reshape(-1), places.offsets.reshape(-1), stored)
+        entry = pages.write(
+            self.entries[kind], layer, places.pages.reshape(-1), places.offsets.reshape(-1), stored
+        )
         return dataclasses.replace(self, entries={**self.entries, kind: entry})
 
-    def copy_pages(self, source: Int32[Array, " B"], target: Int32[Array, " B"], count: Int32[Array, ""]) -> "KVCache":
+    def copy_pages(
+        self, source: Int32[Array, " B"], target: Int32[Array, " B"], count: Int32[Array, ""]
+    ) -> "KVCache":
         """The cache after copying the first `count` source pages to the targets, in every layer."""
         return dataclasses.replace(self, entries=pages.copy(self.entries, source, target, count))
 

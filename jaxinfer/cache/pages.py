@@ -50,9 +50,7 @@ def create(
     for kind, (layers, width) in kinds.items():
         shape = (layers, num_pages, page_size, width)
         if min(shape) < 1:
-            raise ValueError(
-                f"{kind}: sizes must be at least 1, got [layers, pages, page_size, width] = {shape}"
-            )
+            raise ValueError(f"{kind}: sizes must be at least 1, got [layers, pages, page_size, width] = {shape}")
         pool[kind] = jnp.zeros(shape, dtype[kind] if isinstance(dtype, Mapping) else dtype)
     return pool
 
@@ -71,17 +69,13 @@ def write(
     nothing is converted silently.
     """
     layers, pages, page_size, _ = pool_array.shape
-    exists = (
-        (page >= 0) & (page < pages) & (offset >= 0) & (offset < page_size) & (layer >= 0) & (layer < layers)
-    )
+    exists = (page >= 0) & (page < pages) & (offset >= 0) & (offset < page_size) & (layer >= 0) & (layer < layers)
     page = jnp.where(exists, page, pages)
     with jax.named_scope("pool_write"):
         return pool_array.at[layer, page, offset].set(_as_stored(rows, pool_array.dtype), mode="drop")
 
 
-def copy(
-    pool: Pool, source: Int32[Array, "batch"], target: Int32[Array, "batch"], count: Int32[Array, ""]
-) -> Pool:
+def copy(pool: Pool, source: Int32[Array, "batch"], target: Int32[Array, "batch"], count: Int32[Array, ""]) -> Pool:
     """Copy the first `count` source pages to the target pages, every kind and layer, in place when the pool
     is donated.
 
@@ -93,9 +87,7 @@ def copy(
         pair = jnp.stack([source[i], target[i]])
         # A pair to skip copies page 0 onto itself, which is cheaper than a branch.
         pair = jnp.where(jnp.all((pair >= 0) & (pair < num_pages)), pair, 0)
-        moved = {
-            kind: jax.lax.dynamic_slice_in_dim(array, pair[0], 1, axis=1) for kind, array in pool.items()
-        }
+        moved = {kind: jax.lax.dynamic_slice_in_dim(array, pair[0], 1, axis=1) for kind, array in pool.items()}
         return {
             kind: jax.lax.dynamic_update_slice_in_dim(array, moved[kind], pair[1], axis=1)
             for kind, array in pool.items()

@@ -1,0 +1,1 @@
+"""One file for each table or artefact; run as `python -m experiments.NAME`."""

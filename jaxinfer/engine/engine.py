@@ -1,0 +1,306 @@
+"""The engine: `step()` = schedule, dispatch, read back what the step before gave.
+
+The device runs one step behind the host: while it computes, the host reads the tokens of the previous step, detokenises
+and plans. Tokens stay on the device between steps, so nothing waits for the host.
+"""
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxinfer.cache import INVALID, integrity
+from jaxinfer.checkpoints.model import Model
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.programs import Programs
+from jaxinfer.engine.request import Completion, Request, SamplingParams, Status, TokenLogprob
+from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.engine.stopping import take_text
+from jaxinfer.errors import UserError
+from jaxinfer.parallel.sharding import make_mesh, replicated
+from jaxinfer.sampling import SamplingState
+from jaxinfer.steps import MISMATCH, NO_PAGE, ServingState, StepOutput
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something a request's caller sees: new text and tokens, and at the end its completion."""
+
+    request: int
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    completion: Completion | None = None
+
+
+@dataclass
+class Counters:
+    """What the engine has done since it started."""
+
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    preemptions: int = 0
+    mismatches: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A dispatched step whose tokens have not been read: the requests of its rows, and which rows give a token."""
+
+    requests: list[Request]
+    epochs: list[int]
+    emits: list[bool]
+    output: StepOutput
+
+
+class Engine:
+    """Serves one model. Not for use by several threads at once."""
+
+    def __init__(self, model: Model, config: EngineConfig, on_logits: Callable[[int, int, np.ndarray], Any] | None = None):
+        config = fit_to_model(config, model)
+        self.model, self.config, self.on_logits = model, config, on_logits
+        mesh = make_mesh(config.devices)
+        model.config.check_devices(config.devices)
+        params = model.prepared(config.precision)
+        self.programs = Programs(model.config, params, model.kv_scales, config, mesh, model.compute_dtype)
+        self.programs.compile()
+        self.state: ServingState = self.programs.create_state()
+        self.scheduler = Scheduler(config)
+        self.counters = Counters()
+        self.precision = str(config.precision)
+        self._ids = itertools.count()
+        self._in_flight: deque[InFlight] = deque()
+        self._events: list[Event] = []
+        self._requests: dict[int, Request] = {}
+        self._batch_key: tuple[int, ...] = ()
+        self._batch_slots: Any = None
+        self._place = replicated(mesh)
+
+    # ---- the caller's side ----
+
+    def submit(self, prompt: str | list[int], params: SamplingParams | None = None) -> int:
+        """Queue a prompt (text or tokens); its id. UserError where it can never be served or the queue is full."""
+        params = params or SamplingParams()
+        tokens = self.model.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
+        self._check_request(tokens, params)
+        request = Request(next(self._ids), tokens, params, self.model.stream_decoder())
+        self._requests[request.id] = request
+        self.scheduler.waiting.append(request)
+        return request.id
+
+    def _check_request(self, tokens: list[int], params: SamplingParams) -> None:
+        config, vocab = self.config, self.model.config.vocab
+        room = min(config.max_context, config.num_pages * config.page_size)
+        if not tokens:
+            raise UserError("the prompt is empty; give at least one token")
+        if bad := [t for t in tokens if not 0 <= t < vocab]:
+            raise UserError(f"token {bad[0]} is outside the vocabulary of {vocab}")
+        if bad := [t for t in params.stop_tokens if not 0 <= t < vocab]:
+            raise UserError(f"stop token {bad[0]} is outside the vocabulary of {vocab}")
+        if params.logprobs > config.logprobs:
+            raise UserError(f"{params.logprobs} logprobs asked for, the engine gives at most {config.logprobs}")
+        if len(tokens) + params.max_tokens > room:
+            what = "context" if room == config.max_context else f"pool of {config.num_pages} pages"
+            raise UserError(
+                f"a prompt of {len(tokens)} tokens and {params.max_tokens} more exceed the {what} of {room} tokens; "
+                "shorten the prompt or lower max_tokens"
+            )
+        if len(self.scheduler.waiting) >= config.max_queue:
+            raise UserError(f"the queue is full with {config.max_queue} requests; try again later")
+
+    def cancel(self, request_id: int) -> None:
+        """End a request wherever it is; its pages are released. Harmless for one that has ended."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._finish(request, "cancelled")
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is waiting or running, or an event has not been handed out."""
+        return bool(self._requests or self._events)
+
+    def step(self) -> list[Event]:
+        """Move every request on by at most one token and one chunk; what became known since the last call."""
+        self.counters.steps += 1
+        self._admit()
+        self._dispatch_prefill()
+        self._dispatch_decode()
+        while len(self._in_flight) > self._depth():
+            self._read(self._in_flight.popleft())
+        events, self._events = self._events, []
+        return events
+
+    def run(self) -> Iterator[Event]:
+        """Events until nothing is left to do."""
+        while self.busy:
+            yield from self.step()
+
+    # ---- dispatch ----
+
+    def _depth(self) -> int:
+        """Steps that may stay unread: one batch while something was dispatched after it, none when idle."""
+        return 1 if self.scheduler.decodable() or self.scheduler.next_chunk() else 0
+
+    def _admit(self) -> None:
+        admitted = self.scheduler.admit()
+        if not admitted:
+            return
+        slots = np.full(self.config.max_slots, INVALID, np.int32)
+        rows = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), self.state.sampling)
+        for row, request in enumerate(admitted):
+            slots[row] = request.slot
+            _fill_row(rows, row, request)
+        self.state = self.programs.admit(self.state, slots, rows)
+
+    def _dispatch_prefill(self) -> None:
+        chunk = self.scheduler.next_chunk()
+        if chunk is None:
+            return
+        rows, width = chunk.shape
+        slots, counts = np.full(rows, INVALID, np.int32), np.zeros(rows, np.int32)
+        tokens, last = np.zeros((rows, width), np.int32), np.zeros(rows, bool)
+        for row, (request, count) in enumerate(zip(chunk.requests, chunk.counts, strict=True)):
+            slots[row], counts[row] = request.slot, count
+            tokens[row, :count] = request.context[request.cached : request.cached + count]
+            last[row] = request.cached + count == len(request.context)
+        self._launch(self.programs.prefill, slots, (tokens, counts, last), chunk.requests, last.tolist())
+        for request, count, is_last in zip(chunk.requests, chunk.counts, last[: len(chunk.counts)], strict=True):
+            request.cached += count
+            if is_last:
+                request.status, request.dispatched = Status.DECODE, request.dispatched + 1
+        self.counters.prefill_tokens += int(counts.sum())
+
+    def _dispatch_decode(self) -> None:
+        batch = self.scheduler.decodable()
+        while batch and self.scheduler.short_of_pages(batch):
+            self._make_room()
+            batch = self.scheduler.decodable()
+        if not batch:
+            return
+        self._launch(self.programs.decode, self._slots_of(batch), (), batch, [True] * len(batch))
+        for request in batch:
+            request.cached += 1
+            request.dispatched += 1
+        self.counters.decode_tokens += len(batch)
+
+    def _slots_of(self, batch: list[Request]):
+        """The batch's slots on the device, in a bucket's size; kept while the batch stays the same."""
+        key = tuple(r.slot for r in batch)
+        if key != self._batch_key:
+            size = min(n for n in self.config.decode_buckets if n >= len(batch))
+            padded = np.array(key + (INVALID,) * (size - len(key)), np.int32)
+            self._batch_key, self._batch_slots = key, jax.device_put(padded, self._place)
+        return self._batch_slots
+
+    def _launch(self, program, slots, inputs, requests: list[Request], emits: list[bool]) -> None:
+        verified = self.programs.check(self.state, slots)
+        self.state, output = program(self.programs.params, self.state, slots, *inputs, verified)
+        for leaf in (output.status, output.tokens):
+            leaf.copy_to_host_async()
+        self._in_flight.append(InFlight(list(requests), [r.preemptions for r in requests], emits, output))
+
+    def _make_room(self) -> None:
+        """Preempt the youngest request, after reading what it already has coming."""
+        self._drain()
+        if self.scheduler.decodable() and self.scheduler.short_of_pages(self.scheduler.decodable()):
+            request = self.scheduler.preempt()
+            self._release(request)
+            self.counters.preemptions += 1
+
+    # ---- what came back ----
+
+    def _drain(self) -> None:
+        while self._in_flight:
+            self._read(self._in_flight.popleft())
+
+    def _read(self, step: InFlight) -> None:
+        status, tokens = np.asarray(step.output.status).tolist(), np.asarray(step.output.tokens).tolist()
+        wants = any(r.params.logprobs for r in step.requests)
+        chances = jax.tree.map(np.asarray, step.output.logprobs) if wants else None
+        logits = np.asarray(step.output.logits) if self.on_logits else None
+        for row, request in enumerate(step.requests):
+            if request.status is Status.DONE or request.preemptions != step.epochs[row]:
+                continue  # ended or sent back since this step was dispatched
+            if status[row] == MISMATCH:
+                self._abort_for_integrity(request)
+            elif status[row] == NO_PAGE:
+                self._send_back(request)
+            elif step.emits[row]:
+                if logits is not None and self.on_logits is not None:
+                    self.on_logits(request.id, len(request.output), logits[row])
+                if chances is not None and (n := request.params.logprobs):
+                    top = zip(chances.top_tokens[row, :n].tolist(), chances.top[row, :n].tolist(), strict=True)
+                    request.logprobs.append(TokenLogprob(tokens[row], float(chances.chosen[row]), tuple(top)))
+                self._take_token(request, tokens[row])
+
+    def _take_token(self, request: Request, token: int) -> None:
+        request.output.append(token)
+        text, reason = take_text(request, token, self.model.end_tokens)
+        if not request.first_token_at:
+            request.first_token_at = time.perf_counter()
+        if not reason and len(request.output) >= request.params.max_tokens:
+            reason = "length"
+        if reason:
+            self._finish(request, reason, text, (token,))
+        else:
+            self._events.append(Event(request.id, text, (token,)))
+
+    def _abort_for_integrity(self, request: Request) -> None:
+        self.counters.mismatches += 1
+        wrong = integrity.report(self.state.allocator, request.slot)
+        where = "; ".join(f"page {m.page} has tag {m.found}, expected {m.expected}" for m in wrong[:4])
+        request.error = f"request {request.id}, slot {request.slot}: {where or 'the slot belongs to another request'}"
+        self._finish(request, "integrity")
+
+    def _send_back(self, request: Request) -> None:
+        """The device found no page where the host had counted on one: the request waits and is computed anew."""
+        self.scheduler.leave(request)
+        self._release(request)
+        request.preemptions += 1
+        request.status = Status.WAITING
+        self.scheduler.waiting.appendleft(request)
+        self.counters.preemptions += 1
+
+    def _finish(self, request: Request, reason: str, text: str = "", tokens: tuple[int, ...] = ()) -> None:
+        """The one end of a request, whatever the reason: slot and pages are given back, the caller is told."""
+        running = request in self.scheduler.running
+        self.scheduler.leave(request)
+        if running:
+            self._release(request)
+        tail = request.held + request.decoder.flush() if reason != "stop" else ""
+        request.held = ""
+        request.text += tail
+        request.status, request.finish_reason, request.finished_at = Status.DONE, reason, time.perf_counter()
+        del self._requests[request.id]
+        self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1
+        completion = replace(request.completion(), precision=self.precision)
+        self._events.append(Event(request.id, text + tail, tokens, completion))
+
+    def _release(self, request: Request) -> None:
+        slots = np.full(self.config.max_slots, INVALID, np.int32)
+        slots[0] = request.slot
+        self.state = self.programs.release(self.state, slots)
+        request.slot = INVALID
+
+
+def _fill_row(rows: SamplingState, row: int, request: Request) -> None:
+    """A request's sampling settings into a row of host arrays."""
+    params = request.params
+    rows.temperature[row], rows.top_p[row] = params.temperature, params.top_p
+    rows.top_k[row], rows.min_p[row] = params.top_k, params.min_p
+    rows.seeds[row] = request.id & 0xFFFFFFFF if params.seed is None else params.seed
+    rows.emitted[row], rows.logprobs[row] = len(request.output), params.logprobs
+
+
+def fit_to_model(config: EngineConfig, model: Model) -> EngineConfig:
+    """`config` within what the model allows: its context, its number of log-probabilities."""
+    return config.replace(
+        max_context=min(config.max_context, model.config.max_position),
+        logprobs=min(config.logprobs, model.config.vocab),
+    )

@@ -1,0 +1,54 @@
+"""`LLM`: the notebook's face of the engine."""
+
+from collections.abc import Iterator, Sequence
+
+from jaxinfer.checkpoints.model import Model
+from jaxinfer.config import EngineConfig, Precision
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.request import Completion, SamplingParams
+
+
+class LLM:
+    """A model ready to answer.
+
+    >>> llm = LLM("tiny", kv_format="fp8_e4m3")  # doctest: +SKIP
+    >>> llm.generate(["<|bos|><|user|>..."], SamplingParams(max_tokens=32))[0].text  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, model: str | Model = "tiny", *, weight_format: str = "bf16", kv_format: str = "bf16", **options
+    ):
+        """`model`: the name or folder of a checkpoint. `options` are fields of EngineConfig. UserError on bad input."""
+        precision = Precision.parse(weight_format, kv_format)
+        self.engine = Engine(
+            Model.load(model) if isinstance(model, str) else model, EngineConfig(precision=precision, **options)
+        )
+
+    def generate(
+        self, prompts: str | Sequence[str | list[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """One completion a prompt, in order. All are checked before any is queued."""
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
+        ids = self._submit(prompts, each)
+        done = {e.request: e.completion for e in self.engine.run() if e.completion}
+        return [done[i] for i in ids]
+
+    def stream(self, prompt: str | list[int], params: SamplingParams | None = None) -> Iterator[str]:
+        """The text of one completion, piece by piece. Leaving the loop early cancels the request."""
+        request = self.engine.submit(prompt, params)
+        try:
+            yield from (e.text for e in self.engine.run() if e.request == request and e.text)
+        finally:
+            self.engine.cancel(request)
+
+    def _submit(self, prompts, params) -> list[int]:
+        ids: list[int] = []
+        try:
+            for prompt, each in zip(prompts, params, strict=True):
+                ids.append(self.engine.submit(prompt, each))
+        except ValueError:
+            for i in ids:
+                self.engine.cancel(i)
+            raise
+        return ids

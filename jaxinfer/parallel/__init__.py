@@ -1,0 +1,1 @@
+"""Device meshes and the rules that place arrays on them."""

@@ -1,0 +1,57 @@
+"""One mesh axis, `tp`, and one table from logical axes to it. Every array's place follows from its axes."""
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxinfer.config import GQAConfig, ModelConfig
+from jaxinfer.errors import UserError
+from jaxinfer.models.decoder import Params, parameter_specs
+from jaxinfer.models.parameter import ParameterSpec
+from jaxinfer.quantization.tensor import QuantizedTensor
+
+RULES = {"heads": "tp", "kv_heads": "tp", "mlp": "tp", "expert_mlp": "tp", "vocab": "tp", "embed_columns": "tp"}
+"""Logical axis to mesh axis; those not named are replicated."""
+
+
+def make_mesh(devices: int) -> Mesh:
+    """A mesh of the first `devices` devices. UserError when there are fewer."""
+    there = jax.devices()
+    if devices > len(there):
+        raise UserError(
+            f"{devices} devices asked for, {len(there)} there; on the CPU, set the number before the first use of jax: "
+            f"--devices {devices} on the command line, or XLA_FLAGS=--xla_force_host_platform_device_count={devices}"
+        )
+    return Mesh(np.array(there[:devices]), ("tp",))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, P())
+
+
+def param_shardings(config: ModelConfig, params: Params, mesh: Mesh) -> Params:
+    """The sharding of every leaf of `params`, the parts of quantised tensors included."""
+    specs = parameter_specs(config)
+    is_weight = lambda x: isinstance(x, (ParameterSpec, QuantizedTensor))  # noqa: E731
+
+    def place(spec: ParameterSpec, weight):
+        if isinstance(weight, QuantizedTensor):
+            data, scale = (_sharding(part.shape, spec.axes, mesh) for part in (weight.data, weight.scale))
+            return QuantizedTensor(data, scale, weight.format)  # type: ignore[arg-type]
+        return _sharding(weight.shape, spec.axes, mesh)
+
+    return jax.tree.map(place, specs, params, is_leaf=is_weight)
+
+
+def _sharding(shape: tuple[int, ...], axes: tuple[str, ...], mesh: Mesh) -> NamedSharding:
+    """Scales have fewer rows than their weights: an axis that does not divide is replicated."""
+    names = [RULES.get(axis) for axis in axes]
+    fits = [name if name and size % mesh.shape[name] == 0 else None for name, size in zip(names, shape, strict=True)]
+    return NamedSharding(mesh, P(*fits))
+
+
+def cache_sharding(config: ModelConfig, mesh: Mesh) -> NamedSharding:
+    """Pages: the latent of MLA is shared by all heads and replicated; keys and values are split by head."""
+    split = isinstance(config.attention, GQAConfig)
+    return NamedSharding(mesh, P(None, None, None, "tp") if split else P())

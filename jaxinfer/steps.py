@@ -1,0 +1,145 @@
+"""What runs on the device while serving: `admit_step`, `prefill_step`, `verify_step`, `decode_step`, `release_step`.
+
+Each is a pure function of a `ServingState` that returns the next one. They are jitted by `engine.programs` with shardings
+and donation, for a few shapes, before the first request.
+
+Letters: B rows of a decode batch, R rows and T tokens of a prefill chunk, S slots, V vocabulary.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from jaxinfer.cache import INVALID, AllocatorState, allocator, integrity
+from jaxinfer.cache.kv import KVCache
+from jaxinfer.config import ModelConfig
+from jaxinfer.models.attention import PagedContext
+from jaxinfer.models.decoder import Params, bind
+from jaxinfer.sampling import Logprobs, SamplingState, log_probabilities, sample
+
+OK, MISMATCH, NO_PAGE = 0, 1, 2
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ServingState:
+    """Everything on the device that changes while serving."""
+
+    cache: KVCache
+    allocator: AllocatorState
+    sampling: SamplingState
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step gives each row: `status` (OK, MISMATCH: the tags did not verify, NO_PAGE: none was free), the new token
+    (INVALID unless the row is OK and has one), log-probabilities, and the logits it was drawn from."""
+
+    status: Int32[Array, " B"]
+    tokens: Int32[Array, " B"]
+    logprobs: Logprobs
+    logits: Float[Array, "B V"]
+
+
+def admit_step(state: ServingState, slots: Int32[Array, " S"], rows: SamplingState) -> ServingState:
+    """Open empty `slots` (INVALID: none) for new requests that sample as `rows` says."""
+    pages, opened = allocator.open_slots(state.allocator, slots)
+    target = jnp.where(opened, slots, pages.num_slots)
+    tags = pages.slot_tags[jnp.where(opened, slots, 0)]
+    rows = dataclasses.replace(rows, owner_tags=tags)
+    sampling = jax.tree.map(lambda all, new: all.at[target].set(new, mode="drop"), state.sampling, rows)
+    return dataclasses.replace(state, allocator=pages, sampling=sampling)
+
+
+def release_step(state: ServingState, slots: Int32[Array, " S"]) -> ServingState:
+    """Give back the pages of `slots` (INVALID: none)."""
+    return dataclasses.replace(state, allocator=allocator.release(state.allocator, slots))
+
+
+def verify_step(state: ServingState, slots: Int32[Array, " B"]) -> Bool[Array, " B"]:
+    """Whether each slot still is the request's and owns every page that its length covers: the check before any read."""
+    tags = state.sampling.owner_tags[jnp.maximum(slots, 0)]
+    return integrity.verify(state.allocator, slots, tags)
+
+
+def decode_step(
+    config: ModelConfig,
+    dtype,
+    logprobs: int,
+    params: Params,
+    state: ServingState,
+    slots: Int32[Array, " B"],
+    verified: Bool[Array, " B"],
+) -> tuple[ServingState, StepOutput]:
+    """One more token for each of `slots`. A row that is not `verified` reads no page, writes none and gets no token."""
+    ones = jnp.where(slots >= 0, 1, 0)
+    tokens = state.sampling.last_token[jnp.maximum(slots, 0)][:, None]
+    return _advance(
+        config, dtype, logprobs, params, state, slots, tokens, ones, ones > 0, verified, max_new_pages=1
+    )
+
+
+def prefill_step(
+    config: ModelConfig,
+    dtype,
+    logprobs: int,
+    params: Params,
+    state: ServingState,
+    slots: Int32[Array, " R"],
+    tokens: Int32[Array, "R T"],
+    counts: Int32[Array, " R"],
+    last: Bool[Array, " R"],
+    verified: Bool[Array, " R"],
+) -> tuple[ServingState, StepOutput]:
+    """The next `counts` tokens of each prompt, from the front of its row of `tokens`; a `last` chunk gives the first token.
+    Earlier chunks are read from pages, so rows are verified here too."""
+    pages = -(-tokens.shape[1] // state.allocator.page_size) + 1
+    return _advance(
+        config, dtype, logprobs, params, state, slots, tokens, counts, last, verified, max_new_pages=pages
+    )
+
+
+def _advance(config, dtype, logprobs, params, state, slots, tokens, counts, emits, verified, max_new_pages):
+    before = state.allocator.lengths[jnp.maximum(slots, 0)]
+    pages, grant = allocator.append(
+        state.allocator, jnp.where(verified, slots, INVALID), counts, max_new_pages=max_new_pages
+    )
+    cache = state.cache.copy_pages(grant.copy_source, grant.copy_target, grant.copies)
+    live = jnp.where(grant.granted, slots, INVALID)
+    context = _context(pages, live, before, counts, tokens.shape[1])
+    hidden, cache = bind(config, params).paged(tokens, context, cache, dtype)
+    final = jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
+    logits = bind(config, params).logits(final)
+    with jax.named_scope("sample"):
+        rows = jax.tree.map(lambda a: a[jnp.maximum(slots, 0)], state.sampling)
+        new = sample(logits, rows)
+        chances = log_probabilities(logits, new, jnp.where(live >= 0, rows.logprobs, 0), logprobs)
+    has_token = grant.granted & emits
+    sampling = _note_tokens(state.sampling, jnp.where(has_token, slots, INVALID), new)
+    status = jnp.where(verified, jnp.where(grant.granted, OK, NO_PAGE), MISMATCH)
+    output = StepOutput(status, jnp.where(has_token, new, INVALID), chances, logits)
+    return ServingState(cache, pages, sampling), output
+
+
+def _context(pages: AllocatorState, live, before, counts, tokens: int) -> PagedContext:
+    """Positions and pages of the new tokens. Rows without a live slot are padding throughout."""
+    offset = jnp.arange(tokens)
+    new = (offset < counts[:, None]) & (live >= 0)[:, None]
+    positions = jnp.where(new, before[:, None] + offset, INVALID)
+    page, place = allocator.positions_to_pages(pages, live, positions)
+    row = jnp.maximum(live, 0)
+    table = jnp.where((live >= 0)[:, None], pages.page_table[row], INVALID)
+    return PagedContext(positions, page, place, table, jnp.where(live >= 0, pages.lengths[row], 0))
+
+
+def _note_tokens(sampling: SamplingState, slots, tokens) -> SamplingState:
+    target = jnp.where(slots >= 0, slots, sampling.emitted.shape[0])
+    return dataclasses.replace(
+        sampling,
+        last_token=sampling.last_token.at[target].set(tokens, mode="drop"),
+        emitted=sampling.emitted.at[target].add(1, mode="drop"),
+    )
