@@ -10,7 +10,6 @@ params.npz.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import queue
@@ -30,9 +29,8 @@ from jaxinfer.text.tokenizer import END, Tokenizer
 
 PROMPT_WEIGHT = 0.1  # of a prompt token in the loss; an answer token has 1 or more
 BIAS_STEP = 1e-3  # of the router's balancing bias (DeepSeek-V3, section 2.1.2)
-CAPACITY_FACTOR = 2.0  # room of an expert over its even share; the fixed size makes the layer differentiable
 VOCABULARY = 1024
-CAPACITY_FACTOR = 1.25  # of an expert's even share; what exceeds it is dropped in training only
+CAPACITY_FACTOR = 1.25  # room of an expert, of its even share; what exceeds it is dropped, in training only
 SNAPSHOT_SECONDS = 300
 # Share of the answer-bearing examples; retrieval asks several questions of one text to learn more from it.
 MIXTURE: dict[str, float] = {
@@ -430,7 +428,7 @@ def main() -> None:
     train(
         config,
         params,
-        functools.partial(forward, capacity_factor=CAPACITY_FACTOR),
+        forward,
         tokenizer,
         args.out,
         minutes=args.minutes,

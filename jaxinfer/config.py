@@ -6,8 +6,12 @@ files of the models; `ModelConfig.preset` names those that are built in.
 
 import dataclasses
 import math
+import typing
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
+
+import numpy as np
 
 from jaxinfer.errors import UserError
 from jaxinfer.quantization.formats import KVFormat, WeightFormat
@@ -27,7 +31,8 @@ class YarnConfig:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding. `fraction` is the share of a head's dimensions that rotate; `interleaved` pairs (0,1),(2,3)..."""
+    """Rotary embedding. `fraction` is the share of a head's dimensions that rotate; `interleaved` pairs (0, 1), (2, 3)
+    and so on, otherwise the first half pairs with the second."""
 
     theta: float = 10_000.0
     fraction: float = 1.0
@@ -37,7 +42,8 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class MLAConfig:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1). `q_lora` None projects queries directly."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1). `q_lora` None: queries are projected
+    directly."""
 
     heads: int
     kv_lora: int
@@ -103,6 +109,40 @@ class ModelConfig:
     max_position: int
     rms_eps: float = 1e-6
 
+    def __post_init__(self) -> None:
+        """UserError where the sizes contradict each other."""
+        if wrong := next(self._contradictions(), None):
+            raise UserError(f"model {self.name}: {wrong}")
+
+    def _contradictions(self) -> Iterator[str]:
+        attention, moe = self.attention, self.moe
+        parts = {"": self, "attention.": attention, **({"moe.": moe} if moe else {})}
+        sizes = {f"{where}{name}": size for where, part in parts.items() for name, size in vars(part).items()}
+        for name, size in sizes.items():
+            least = 0 if name in ("dense_layers", "dense_intermediate", "moe.shared_experts") else 1
+            if type(size) is int and size < least:
+                yield f"{name} must be at least {least}, not {size}"
+        if self.dense_layers > self.layers:
+            yield f"{self.dense_layers} dense layers of {self.layers}"
+        if self.dense_layers and not self.dense_intermediate:
+            yield "dense layers need a dense_intermediate"
+        if self.moe_layers and moe is None:
+            yield f"{self.moe_layers} layers have neither experts nor an MLP; give moe, or dense_layers {self.layers}"
+        if isinstance(attention, GQAConfig) and attention.heads % attention.kv_heads:
+            yield f"{attention.heads} heads do not share {attention.kv_heads} key-value heads evenly"
+        head = attention.rope_dim if isinstance(attention, MLAConfig) else attention.head_dim
+        turning = int(head * self.rope.fraction)
+        if turning % 2 or not 0 < turning <= head:
+            yield f"rope turns pairs: {turning} of {head} dimensions is not an even number of them"
+        if moe is None:
+            return
+        if moe.experts % moe.groups or moe.top_groups > moe.groups:
+            yield f"{moe.experts} experts do not make {moe.groups} equal groups of which {moe.top_groups} are chosen"
+        if moe.top_k > (reach := moe.experts // moe.groups * moe.top_groups):
+            yield f"a token goes to {moe.top_k} experts, and has {reach} to choose from"
+        if moe.score not in ("sigmoid", "softmax"):
+            yield f"unknown router score {moe.score!r}; use sigmoid or softmax"
+
     @classmethod
     def preset(cls, name: str) -> Self:
         """The built-in configuration called `name`; UserError names those there are."""
@@ -116,7 +156,7 @@ class ModelConfig:
 
     @property
     def softmax_scale(self) -> float:
-        """Attention logit scale: 1/sqrt(d), times mscale squared under YaRN (DeepSeek-V3's published inference code)."""
+        """Attention logit scale: 1/sqrt(d), times mscale squared under YaRN with MLA (DeepSeek-V3's published code)."""
         attention = self.attention
         width = attention.qk_dim if isinstance(attention, MLAConfig) else attention.head_dim
         yarn = self.rope.yarn
@@ -233,6 +273,12 @@ class EngineConfig:
         for name in ("page_size", "num_pages", "max_slots", "max_context", "max_queue", "devices"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("decode_buckets", "prefill_buckets"):
+            sizes = np.asarray(getattr(self, name))
+            if not sizes.size or sizes.min() < 1:
+                raise UserError(f"{name} must be sizes of at least 1, not {getattr(self, name)}")
+        if self.logprobs < 0:
+            raise UserError(f"logprobs must be at least 0, not {self.logprobs}")
         if self.max_slots > max(self.decode_buckets):
             raise UserError(f"max_slots {self.max_slots} exceeds the largest decode bucket {max(self.decode_buckets)}")
 
@@ -249,17 +295,35 @@ def config_to_dict(config: ModelConfig) -> dict:
     return dataclasses.asdict(config)
 
 
-def config_from_dict(values: dict) -> ModelConfig:
-    """The inverse of `config_to_dict`. UserError where a field is missing, unknown or of a wrong kind."""
+def config_from_dict(values: Any) -> ModelConfig:
+    """The inverse of `config_to_dict`. UserError names a field that is missing, unknown or of a wrong kind."""
+    if not isinstance(values, dict):
+        raise UserError("not a model configuration: not an object with fields")
     try:
-        values = dict(values)
-        attention, rope, moe = dict(values.pop("attention")), dict(values.pop("rope")), values.pop("moe")
-        yarn = rope.pop("yarn", None)
-        return ModelConfig(
-            attention=MLAConfig(**attention) if "kv_lora" in attention else GQAConfig(**attention),
-            rope=RopeConfig(**rope, yarn=YarnConfig(**yarn) if yarn else None),
-            moe=MoEConfig(**moe) if moe else None,
-            **values,
-        )
-    except (TypeError, ValueError, KeyError) as error:
+        return _build(ModelConfig, values, "")
+    except UserError as error:
         raise UserError(f"not a model configuration: {error}") from None
+
+
+def _build(kind: Any, values: dict[str, Any], where: str) -> Any:
+    """The dataclass `kind` with `values`; `where` stands before the names of its fields in messages."""
+    types = typing.get_type_hints(kind)
+    for name in values.keys() - types.keys():
+        raise UserError(f"unknown field {where}{name}")
+    for field in dataclasses.fields(kind):
+        if field.name not in values and field.default is dataclasses.MISSING:
+            raise UserError(f"field {where}{field.name} is missing")
+    return kind(**{name: _convert(types[name], value, where + name) for name, value in values.items()})
+
+
+def _convert(kind: Any, value: Any, name: str) -> Any:
+    """`value` as `kind`: a plain type, a dataclass, or a union of those, of which the one that fits best is taken."""
+    kinds = typing.get_args(kind) or (kind,)
+    if isinstance(value, dict) and (classes := [k for k in kinds if dataclasses.is_dataclass(k)]):
+        best = max(classes, key=lambda k: len(value.keys() & typing.get_type_hints(k).keys()))
+        return _build(best, value, f"{name}.")
+    if float in kinds and type(value) is int:
+        value = float(value)
+    if type(value) not in kinds:
+        raise UserError(f"field {name} cannot be {value!r}")
+    return value

@@ -68,7 +68,8 @@ def keep_mask(logits: Float[Array, "B V"], top_k: Int32[Array, " B"], top_p, min
     probability = jax.nn.softmax(jnp.where(by_k, logits, -jnp.inf), axis=-1)
     descending = jnp.take_along_axis(probability, order, axis=-1)
     before = jnp.take_along_axis(jnp.cumsum(descending, axis=-1) - descending, rank, axis=-1)
-    by_p = (before < top_p[:, None]) | (rank == 0)
+    # At 1 all are kept: the rounded sum may reach 1 before the last ones.
+    by_p = (before < top_p[:, None]) | (top_p >= 1)[:, None] | (rank == 0)
     return by_k & by_p & (probability >= min_p[:, None] * probability.max(axis=-1, keepdims=True))
 
 

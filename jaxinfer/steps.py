@@ -1,7 +1,7 @@
 """What runs on the device while serving: `admit_step`, `prefill_step`, `verify_step`, `decode_step`, `release_step`.
 
-Each is a pure function of a `ServingState` that returns the next one. They are jitted by `engine.programs` with shardings
-and donation, for a few shapes, before the first request.
+Each is a pure function of a `ServingState` that returns the next one. They are jitted by `engine.programs` with
+shardings and donation, for a few shapes, before the first request.
 
 Letters: B rows of a decode batch, R rows and T tokens of a prefill chunk, S slots, V vocabulary.
 """
@@ -36,8 +36,8 @@ class ServingState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step gives each row: `status` (OK, MISMATCH: the tags did not verify, NO_PAGE: none was free), the new token
-    (INVALID unless the row is OK and has one), log-probabilities, and the logits it was drawn from."""
+    """What a step gives each row: `status` (OK, MISMATCH: the tags did not verify, NO_PAGE: none was free), the new
+    token (INVALID unless the row is OK and has one), log-probabilities, and the logits it was drawn from."""
 
     status: Int32[Array, " B"]
     tokens: Int32[Array, " B"]
@@ -61,7 +61,7 @@ def release_step(state: ServingState, slots: Int32[Array, " S"]) -> ServingState
 
 
 def verify_step(state: ServingState, slots: Int32[Array, " B"]) -> Bool[Array, " B"]:
-    """Whether each slot still is the request's and owns every page that its length covers: the check before any read."""
+    """Whether each slot still is the request's and owns every page that its length covers: checked before any read."""
     tags = state.sampling.owner_tags[jnp.maximum(slots, 0)]
     return integrity.verify(state.allocator, slots, tags)
 
@@ -95,8 +95,8 @@ def prefill_step(
     last: Bool[Array, " R"],
     verified: Bool[Array, " R"],
 ) -> tuple[ServingState, StepOutput]:
-    """The next `counts` tokens of each prompt, from the front of its row of `tokens`; a `last` chunk gives the first token.
-    Earlier chunks are read from pages, so rows are verified here too."""
+    """The next `counts` tokens of each prompt, from the front of its row of `tokens`; a `last` chunk gives the first
+    token. Earlier chunks are read from pages, so rows are verified here too."""
     pages = -(-tokens.shape[1] // state.allocator.page_size) + 1
     return _advance(
         config, dtype, logprobs, params, state, slots, tokens, counts, last, verified, max_new_pages=pages

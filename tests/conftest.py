@@ -1,7 +1,7 @@
 """The environment of the tests: the CPU, seen by jax as 8 devices. Set here because jax reads it as it starts.
 
-There is no compilation cache on disk: a compiled program that is read back can lack its memory analysis, and a test that
-counts compilations would depend on the run before.
+There is no compilation cache on disk: a compiled program that is read back can lack its memory analysis, and a test
+that counts compilations would depend on the run before.
 """
 
 import os

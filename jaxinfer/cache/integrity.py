@@ -18,11 +18,11 @@ from jaxinfer.cache.allocator import INVALID, AllocatorState, matches, pages_nee
 class Mismatch(NamedTuple):
     """One page of a slot that is not the slot's any more.
 
-    `index` is the column in the page table, `expected` the tag that the slot was given. `found` (the tag now)
+    `column` is its place in the page table, `expected` the tag that the slot was given. `found` (the tag now)
     and `reference_count` are None when there is no such page.
     """
 
-    index: int
+    column: int
     page: int
     expected: int
     found: int | None
@@ -64,13 +64,13 @@ def report(state: AllocatorState, slot: int) -> list[Mismatch]:
     length = min(max(int(np.asarray(state.lengths)[slot]), 0), state.capacity)
     covered = -(-length // state.page_size)
     found = []
-    for index in range(covered):
-        page = int(np.asarray(state.page_table)[slot, index])
-        expected = int(np.asarray(state.expected_tags)[slot, index])
+    for column in range(covered):
+        page = int(np.asarray(state.page_table)[slot, column])
+        expected = int(np.asarray(state.expected_tags)[slot, column])
         if not 0 <= page < state.num_pages:
-            found.append(Mismatch(index, page, expected, None, None))
+            found.append(Mismatch(column, page, expected, None, None))
         elif counts[page] <= 0 or page_tags[page] != expected:
-            found.append(Mismatch(index, page, expected, int(page_tags[page]), int(counts[page])))
+            found.append(Mismatch(column, page, expected, int(page_tags[page]), int(counts[page])))
     return found
 
 

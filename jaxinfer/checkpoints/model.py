@@ -33,7 +33,7 @@ class Model:
 
     @classmethod
     def load(cls, name: str | Path) -> "Model":
-        """The embedded model called `name`, or the checkpoint in the folder `name`. UserError where there is neither."""
+        """The embedded model called `name`, or the checkpoint in that folder. UserError where there is neither."""
         folder = EMBEDDED.get(str(name), Path(name))
         if not folder.is_dir():
             raise UserError(

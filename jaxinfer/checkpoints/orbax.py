@@ -1,7 +1,7 @@
 """Checkpoint folders: `config.json`, `tokenizer.json` and the arrays in `arrays/`, written by Orbax.
 
-The arrays are `params` (the tree of `models.decoder.parameter_specs`) and `kv_scales` (kind to one scale a layer). A folder
-is checked against its configuration before anything is read into memory.
+The arrays are `params` (the tree of `models.decoder.parameter_specs`) and `kv_scales` (kind to one scale a layer). A
+folder is checked against its configuration before anything is read into memory.
 """
 
 import json
@@ -34,6 +34,8 @@ def read_config(folder: Path) -> ModelConfig:
         return config_from_dict(json.loads(path.read_text()))
     except FileNotFoundError:
         raise UserError(f"{folder} is not a checkpoint: it has no config.json") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not JSON: {error}") from None
     except UserError as error:
@@ -55,7 +57,8 @@ def restore(folder: Path, config: ModelConfig) -> tuple[Params, dict[str, jax.Ar
     except UserError:
         raise
     except Exception as error:  # whatever Orbax meets in a damaged folder, the user's remedy is the same
-        raise UserError(f"{path} cannot be read: {str(error).splitlines()[0][:200]}") from None
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{path} cannot be read: {reason[:200]}") from None
     return tree["params"], tree["kv_scales"]
 
 
@@ -65,7 +68,7 @@ def _expected(config: ModelConfig) -> dict:
         lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), specs, is_leaf=lambda x: isinstance(x, ParameterSpec)
     )
     scale = jax.ShapeDtypeStruct((config.layers,), jnp.float32)
-    return {"params": params, "kv_scales": {kind: scale for kind in config.attention.entries}}
+    return {"params": params, "kv_scales": dict.fromkeys(config.attention.entries, scale)}
 
 
 def _check(folder: Path, found_tree, expected_tree) -> None:
@@ -80,4 +83,5 @@ def _check(folder: Path, found_tree, expected_tree) -> None:
         raise UserError(f"{folder}: tensor {name} is not part of the model that config.json describes")
     for name, shape in expected.items():
         if found[name] != shape:
-            raise UserError(f"{folder}: tensor {name} has shape {list(found[name])}, config.json asks for {list(shape)}")
+            wrong, right = list(found[name]), list(shape)
+            raise UserError(f"{folder}: tensor {name} has shape {wrong}, config.json asks for {right}")

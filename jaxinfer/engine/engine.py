@@ -125,6 +125,15 @@ class Engine:
         """Whether a request is waiting or running, or an event has not been handed out."""
         return bool(self._requests or self._events)
 
+    @property
+    def decoding(self) -> int:
+        """Requests past their prefill."""
+        return sum(r.status is Status.DECODE for r in self.scheduler.running)
+
+    def synchronise(self) -> None:
+        """Wait until the device has done everything that was dispatched."""
+        jax.block_until_ready(self.state)
+
     def step(self) -> list[Event]:
         """Move every request on by at most one token and one chunk; what became known since the last call."""
         self.counters.steps += 1

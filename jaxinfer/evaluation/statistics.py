@@ -38,8 +38,8 @@ def paired_difference(reference: ArrayLike, candidate: ArrayLike, *, span: float
     The interval is the adjusted Wald interval of Bonett & Price (2012, J. Educ. Behav. Stat. 37:479), which Fagerland,
     Lydersen & Laake (2014, Stat. Med. 33:2850) recommend for paired 0/1 data: Wald's interval after adding two invented
     examples, one that got better and one that got worse. For scores between 0 and 1 (a share of keys found) they change
-    by the root mean square of the real changes and one of the full span, which is 1 for 0/1 data: the fewer changes were
-    seen, the less is known about their size.
+    by the root mean square of the real changes and one of the full span, which is 1 for 0/1 data: the fewer changes
+    were seen, the less is known about their size.
 
     Why not the paired bootstrap: with few changed examples, the usual case between two precisions, it covers far less
     than 95% (about 62% for n=20 when 5% get better and 2% worse), and without any it claims a width of zero. Here n

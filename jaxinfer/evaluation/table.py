@@ -198,7 +198,8 @@ def write(table: Table, out_dir: Path | str, draw: Draw | None = None) -> dict[s
     """Write NAME.json, NAME.md and NAME.png to `out_dir`; return their paths by kind: {"json", "md", "png"}.
 
     Each is complete under a temporary name before it takes its place, so that no interruption leaves half a file, and
-    the numbers go first, so that a mistake in `draw` (as in `plot`) can't lose them. Raises UserError if it can't write.
+    the numbers go first, so that a mistake in `draw` (as in `plot`) can't lose them. Raises UserError if it can't
+    write.
     """
     folder = check_writable(out_dir)
     paths = {kind: folder / f"{table.name}.{kind}" for kind in ("json", "md", "png")}

@@ -1,7 +1,7 @@
 """Attention: latent (MLA) and grouped-query (GQA), each over a whole text at once (`plain`) or over pages (`paged`).
 
-`plain` is the simple form, with keys and values of every head, for training and as the reference. `paged` writes the new
-entries to their pages and attends over the pages; MLA does so in absorbed form, on the latent itself.
+`plain` is the simple form, with keys and values of every head, for training and as the reference. `paged` writes the
+new entries to their pages and attends over the pages; MLA does so in absorbed form, on the latent itself.
 """
 
 from dataclasses import dataclass

@@ -6,6 +6,7 @@ behind the module.
 """
 
 import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ Params = dict  # nested dict of str to array or QuantizedTensor
 
 
 class Block(nnx.Module):
-    """`layers` decoder layers of one kind, their weights stacked: attention and MLP or experts, both pre-norm residual."""
+    """`layers` decoder layers of one kind, weights stacked: attention and MLP or experts, both pre-norm residual."""
 
     def __init__(self, layers: int, config: ModelConfig, sparse: bool, rngs: nnx.Rngs, dtype):
         self.attention_norm = RMSNorm(layers, config.hidden, config.rms_eps, rngs, dtype)
@@ -46,7 +47,7 @@ class Block(nnx.Module):
             flat = h.reshape(-1, h.shape[-1])
             if capacity_factor is None:
                 return x + self.mlp(flat, layer, valid.reshape(-1)).reshape(x.shape), None
-            y, load = self.mlp.train(flat, layer, valid.reshape(-1), capacity_factor)
+            y, load = self.mlp.with_capacity(flat, layer, valid.reshape(-1), capacity_factor)
             return x + y.reshape(x.shape), load
 
     def paged(self, x, layer, pool_layer, context: PagedContext, cache: KVCache):
@@ -161,7 +162,7 @@ def forward(
     return bind(config, params).plain(tokens, positions, segments, dtype, capacity_factor)
 
 
-def _nest(leaves: dict[tuple, object]) -> Params:
+def _nest(leaves: Mapping[tuple, object]) -> Params:
     tree: Params = {}
     for path, value in leaves.items():
         *parents, name = map(str, path)

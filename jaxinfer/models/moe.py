@@ -14,7 +14,6 @@ from jaxinfer.models.router import Router
 from jaxinfer.quantization.tensor import Weight, dequantize, grouped_matmul, take
 
 
-
 class MLP(nnx.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
@@ -55,7 +54,7 @@ class MoE(nnx.Module):
             routed = self._sorted_experts(x, layer, jnp.where(valid[:, None], chosen, self.experts), weights)
         return routed + self._shared(x, layer)
 
-    def train(
+    def with_capacity(
         self, x: Float[Array, "N D"], layer: Int32[Array, ""], valid: Bool[Array, " N"], capacity_factor: float
     ) -> tuple[Float[Array, "N D"], Float[Array, " E"]]:
         """Differentiable: each expert takes at most `capacity_factor` times its even share, the rest is dropped.

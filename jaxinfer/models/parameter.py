@@ -25,7 +25,10 @@ class ParameterSpec:
 def parameter(
     rngs: nnx.Rngs, dtype, axes: tuple[str, ...], shape: tuple[int, ...], init: str = "linear", kind: str = "plain"
 ) -> nnx.Param:
-    """A parameter with logical `axes`. `init`: `linear` (normal, 1/sqrt(inputs)), `embed` (normal, 0.02), `ones`, `zeros`."""
+    """A parameter with logical `axes`.
+
+    `init`: `linear` (normal, deviation 1/sqrt(inputs)), `embed` (normal, deviation 0.02), `ones`, `zeros`.
+    """
     if len(axes) != len(shape):
         raise ValueError(f"{len(axes)} axes for a parameter of shape {shape}")
     dtype = jnp.float32 if kind == "float32" else dtype

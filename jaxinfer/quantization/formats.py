@@ -80,8 +80,8 @@ class KVFormat:
 
     @property
     def dtype(self):
-        """Storage type: the bits of bf16 and e4m3 as integers, since XLA on the CPU scatters into narrow float arrays by
-        converting the whole array."""
+        """Storage type: the bits of bf16 and e4m3 as integers, since XLA on the CPU scatters into narrow float arrays
+        by converting the whole array."""
         return {"f32": jnp.float32, "bf16": jnp.uint16, "fp8_e4m3": jnp.uint8}[self.kind]
 
     @property

@@ -58,8 +58,9 @@ Weight = jax.Array | QuantizedTensor
 def quantize(weight: Float[Array, "... inputs outputs"], format: WeightFormat) -> Weight:
     """`weight` in `format`, rounded to nearest. UserError where the group size does not divide the inputs.
 
-    Error of a value: at most half a step, that is scale / 2 for int4 (scale = largest magnitude of the group / 7.5,
-    one full step at +7.5) and 2^-4 of its magnitude for e4m3 (3 mantissa bits) while it is a normal number.
+    Error of a value: for int4 at most half a step, scale / 2, and at the top of the codes up to 0.53 scale, because
+    the scale (largest magnitude of the group / 7.5) is rounded to bf16 and may come out 2^-8 too small. For e4m3
+    (3 mantissa bits) 2^-4 of its magnitude, or 2^-10 scale where it is below the normal numbers, 2^-6 scale.
     """
     if format.kind == "int4":
         return _quantize_int4(weight, format)

@@ -106,9 +106,14 @@ class Tokenizer:
         def spelled(id: int) -> bytes:
             if id in self._special_ids:
                 return self._special_ids[id].encode()
-            return bytes(_BYTES[char] for char in self._special.id_to_token(id))
+            return bytes(_BYTES[char] for char in self._special.id_to_token(id) or "")
 
         return [spelled(id) for id in range(self.vocab_size)]
+
+    def _id(self, token: str) -> int:
+        id = self._special.token_to_id(token)
+        assert id is not None, f"{token} was looked for in __init__"
+        return id
 
     @cached_property
     def vocab_size(self) -> int:
@@ -118,17 +123,17 @@ class Tokenizer:
     @property
     def pad_id(self) -> int:
         """Id of the padding token."""
-        return self._special.token_to_id(PAD)
+        return self._id(PAD)
 
     @property
     def bos_id(self) -> int:
         """Id of the token that opens every prompt."""
-        return self._special.token_to_id(BOS)
+        return self._id(BOS)
 
     @property
     def end_id(self) -> int:
         """Id of the token that ends a message."""
-        return self._special.token_to_id(END)
+        return self._id(END)
 
     @property
     def special_ids(self) -> frozenset[int]:

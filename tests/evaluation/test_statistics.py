@@ -55,13 +55,15 @@ def test_paired_difference_covers_for_graded_scores(n, most):
     assert 0.93 <= coverage(simulate, 0.02) <= most
 
 
-@pytest.mark.parametrize("n", [20, 50, 200])
-def test_paired_difference_covers_for_graded_scores_that_seldom_change(n):
+# Two changes in 20 examples are such a case: over 20,000 simulations they cover 99.97%, against 95.5% at n=50 and 94.3%
+# at n=200.
+@pytest.mark.parametrize(("n", "most"), [(20, 1.0), (50, 0.98), (200, 0.97)])
+def test_paired_difference_covers_for_graded_scores_that_seldom_change(n, most):
     def simulate(rng):
         loss = rng.choice([0.25, 0.5, 0.75, 1.0], n)
         return s.paired_difference(np.ones(n), 1 - np.where(rng.random(n) < 0.1, loss, 0.0))
 
-    assert 0.93 <= coverage(simulate, -0.0625) <= 0.995
+    assert 0.93 <= coverage(simulate, -0.0625) <= most
 
 
 def test_a_tiny_change_does_not_pretend_to_certainty():

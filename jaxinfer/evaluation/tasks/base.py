@@ -34,8 +34,10 @@ class Example:
 class Task(Protocol):
     """A family of examples. `max_tokens` bounds a reply; `score` is in [0, 1], one reply for each turn."""
 
-    name: str
-    max_tokens: int
+    @property
+    def name(self) -> str: ...
+    @property
+    def max_tokens(self) -> int: ...
 
     def generate(self, rng: np.random.Generator, difficulty: float = 1.0) -> Example: ...
 

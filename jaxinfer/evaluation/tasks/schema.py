@@ -54,7 +54,9 @@ def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
 def is_valid(text: str, tools: Sequence[Tool]) -> bool:
     """Whether `text` is a call of one of `tools` that its schema admits (types, required, enum)."""
     parsed = parse_call(text)
-    schema = parsed and next((t["parameters"] for t in tools if t["name"] == parsed["name"]), None)
+    if parsed is None:
+        return False
+    schema = next((t["parameters"] for t in tools if t["name"] == parsed["name"]), None)
     if not schema:
         return False
     arguments, properties = parsed["arguments"], schema["properties"]

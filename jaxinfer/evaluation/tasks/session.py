@@ -75,6 +75,7 @@ class Session:
         """Look up, read, answer; some start from a given id, and half go on with a second question."""
         script, name = _Script(rng), pick(rng, NAMES)
         first, second = script.gets
+        id: int | None
         if rng.random() < 0.3:
             id = integer(rng, 10, 99)
             script.dialogue.say(

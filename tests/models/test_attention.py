@@ -1,0 +1,152 @@
+"""The paged decoder equals the plain one: texts served in chunks of any size over pages in any order, logits against
+those of the whole text at once."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.cache.kv import KVCache
+from jaxinfer.checkpoints.calibration import calibrate
+from jaxinfer.config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, RopeConfig, YarnConfig
+from jaxinfer.models.attention import PagedContext, causal_mask
+from jaxinfer.models.decoder import bind, forward, init_params
+from jaxinfer.quantization.formats import KVFormat
+
+PAGE, PAGES, ROWS, CHUNK, LONGEST, VOCAB = 4, 120, 3, 32, 148, 61  # 148 tokens are more than a block of the kernel
+TOLERANCE = 1e-4  # float32, logits of order 1
+F32, FP8 = KVFormat.parse("f32"), KVFormat.parse("fp8_e4m3")
+
+
+def model(attention: MLAConfig | GQAConfig, rope: RopeConfig, dense_layers: int = 1) -> ModelConfig:
+    return ModelConfig(
+        name="small",
+        vocab=VOCAB,
+        hidden=32,
+        layers=3,
+        dense_layers=dense_layers,
+        dense_intermediate=48,
+        attention=attention,
+        moe=MoEConfig(experts=4, top_k=2, intermediate=16),
+        rope=rope,
+        max_position=256,
+    )
+
+
+YARN = YarnConfig(factor=8.0, original_max_position=32, mscale=1.2, mscale_all_dim=0.8)
+MODELS = {
+    "mla": model(MLAConfig(4, kv_lora=16, nope_dim=8, rope_dim=4, v_dim=12, q_lora=24), RopeConfig(interleaved=True)),
+    "mla, direct queries, yarn": model(MLAConfig(2, kv_lora=8, nope_dim=6, rope_dim=8, v_dim=4), RopeConfig(yarn=YARN), 0),
+    "gqa": model(GQAConfig(heads=4, kv_heads=2, head_dim=8), RopeConfig()),
+    "gqa, partial, qk norm": model(GQAConfig(6, 2, 8, qk_norm=True), RopeConfig(fraction=0.5, interleaved=True), 3),
+}
+
+
+class Case:
+    """A model with random weights, its compiled forms, three texts, and their logits from the plain form."""
+
+    def __init__(self, config: ModelConfig):
+        self.config = config
+        self.params = init_params(config, jax.random.key(0))
+        # Norm weights other than 1 and a router that has opinions.
+        self.params = jax.tree.map(lambda w: w + 0.3 * jnp.sin(jnp.arange(w.size)).reshape(w.shape), self.params)
+        rng = np.random.default_rng(0)
+        self.lengths = [LONGEST, 2 * PAGE, 37]
+        self.tokens = rng.integers(0, VOCAB, (ROWS, LONGEST)).astype(np.int32)
+        self.positions = np.broadcast_to(np.arange(LONGEST, dtype=np.int32), self.tokens.shape)
+        self.segments = (self.positions < np.array(self.lengths)[:, None]).astype(np.int32)
+        self.plain = jax.jit(lambda *inputs: forward(config, self.params, *inputs)[0])
+        self.expected = np.asarray(self.plain(self.tokens, self.positions, self.segments))
+
+        def paged(tokens, context, cache):
+            decoder = bind(config, self.params)
+            hidden, cache = decoder.paged(tokens, context, cache, jnp.float32)
+            return decoder.logits(hidden), cache
+
+        self.paged = jax.jit(paged, donate_argnums=2)
+
+    def serve(self, seed: int, format: KVFormat, scales=None) -> list[np.ndarray]:
+        """Logits of each text, fed in chunks of random sizes (1 to 32, some rows pausing) to a shuffled pool."""
+        rng = np.random.default_rng(seed)
+        columns = -(-LONGEST // PAGE)
+        table = rng.permutation(PAGES)[: ROWS * columns].reshape(ROWS, columns).astype(np.int32)
+        # A row knows only the pages that its text will need.
+        table[np.arange(columns) >= -(-np.array(self.lengths) // PAGE)[:, None]] = -1
+        cache = KVCache.create(self.config.attention.entries, self.config.layers, PAGES, PAGE, format, scales)
+        done, found = np.zeros(ROWS, int), [[] for _ in range(ROWS)]
+        while (done < self.lengths).any():
+            counts = np.minimum(rng.choice([0, 1, 3, PAGE, 11, CHUNK], ROWS), self.lengths - done)
+            inside = np.arange(CHUNK) < counts[:, None]
+            positions = np.where(inside, done[:, None] + np.arange(CHUNK), -1).astype(np.int32)
+            tokens = np.where(inside, np.take_along_axis(self.tokens, np.maximum(positions, 0), 1), 0)
+            pages = np.where(inside, np.take_along_axis(table, np.maximum(positions, 0) // PAGE, 1), -1)
+            done = done + counts
+            offsets = np.where(inside, positions % PAGE, -1)
+            context = PagedContext(positions, pages, offsets, table, done.astype(np.int32))
+            logits, cache = self.paged(tokens, context, cache)
+            for row in range(ROWS):
+                found[row].append(np.asarray(logits)[row, : counts[row]])
+        return [np.concatenate(parts) for parts in found]
+
+
+@pytest.fixture(scope="module", params=MODELS.values(), ids=MODELS.keys())
+def case(request):
+    return Case(request.param)
+
+
+def largest_difference(case: Case, found: list[np.ndarray]) -> float:
+    return max(abs(logits - case.expected[row, : len(logits)]).max() for row, logits in enumerate(found))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_paged_equals_plain(case, seed):
+    found = case.serve(seed, F32)
+    assert [len(logits) for logits in found] == case.lengths
+    assert np.std(case.expected[0]) > 0.3, "logits that hardly differ would agree with anything"
+    assert largest_difference(case, found) < TOLERANCE
+
+
+def test_packed_texts_do_not_see_each_other(case):
+    """Two texts in one row, and padding between them, as training packs them."""
+    short, long = case.lengths[2], case.lengths[0] - case.lengths[2] - 5
+    tokens, positions, segments = (np.zeros((ROWS, LONGEST), np.int32) for _ in range(3))
+    tokens[0, :short], segments[0, :short] = case.tokens[2, :short], 1
+    tokens[0, -long:], segments[0, -long:] = case.tokens[0, :long], 2
+    positions[0, :short], positions[0, -long:] = np.arange(short), np.arange(long)
+    found = np.asarray(case.plain(tokens, positions, segments))[0]
+    assert abs(found[:short] - case.expected[2, :short]).max() < TOLERANCE
+    assert abs(found[-long:] - case.expected[0, :long]).max() < TOLERANCE
+
+
+def test_later_tokens_change_nothing(case):
+    changed = case.tokens.copy()
+    changed[:, 30:] = (changed[:, 30:] + 1) % VOCAB
+    found = np.asarray(case.plain(changed, case.positions, case.segments))
+    np.testing.assert_array_equal(found[0, :30], case.expected[0, :30])
+    assert abs(found[0, 30:] - case.expected[0, 30:]).max() > 0.1
+
+
+def test_fp8_pages_are_read_with_their_scales(case):
+    """Fault 12. Calibrated scales keep the logits near; scales so small that everything saturates do not. What is written
+    with one scale and read with it is used: scales a power of two apart give nearly the same."""
+    texts = [case.tokens[0].tolist()]
+    scales = calibrate(case.config, case.params, texts)
+    spread = np.std(case.expected[0])
+    near = largest_difference(case, case.serve(0, FP8, scales)) / spread
+    wider = largest_difference(case, case.serve(0, FP8, {k: s * 4 for k, s in scales.items()})) / spread
+    saturated = largest_difference(case, case.serve(0, FP8, {k: s / 1000 for k, s in scales.items()})) / spread
+    assert 0 < near < 0.5 and wider < 0.5 and saturated > 1
+
+
+def test_causal_mask():
+    mask = causal_mask(jnp.array([[1, 1, 0, 2, 2, 2]]))[0]
+    seen = [{int(s) for s in np.flatnonzero(row)} for row in np.asarray(mask)]
+    assert seen == [{0}, {0, 1}, set(), {3}, {3, 4}, {3, 4, 5}]
+
+
+def test_scores_are_scaled_by_the_square_root_of_the_width():
+    """Attention by hand for one head: MLA as plain attention over keys and values of its own making."""
+    config = MODELS["mla, direct queries, yarn"]
+    assert config.softmax_scale == pytest.approx((0.1 * 0.8 * math.log(8) + 1) ** 2 / math.sqrt(14))
