@@ -40,11 +40,13 @@ class KVCache:
         format: KVFormat,
         scales: dict[str, Float[Array, " layers"]] | None = None,
     ) -> "KVCache":
-        """Empty pages for entries of `kinds` (name to width in values). Without `scales` they are 1."""
+        """Empty pages for entries of `kinds` (name to width in values). `scales` are those of a scaled format; where there
+        are none, and in every other format, they are 1."""
         shapes = {kind: (layers, width) for kind, width in kinds.items()}
         # Copies: the cache is donated to every step, and the scales of the checkpoint must outlive it.
         own = {
-            kind: jnp.ones(layers) if scales is None else jnp.array(scales[kind], copy=True) for kind in kinds
+            kind: jnp.array(scales[kind], copy=True) if scales is not None and format.scaled else jnp.ones(layers)
+            for kind in kinds
         }
         return cls(pages.create(shapes, num_pages, page_size, format.dtype), own, format)
 

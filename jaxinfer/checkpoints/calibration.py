@@ -23,9 +23,7 @@ def calibrate(config: ModelConfig, params: Params, texts: list[list[int]]) -> di
     @jax.jit
     def largest(tokens, count):
         cache = KVCache.create(config.attention.entries, config.layers, 1, width, KVFormat.parse("f32"))
-        positions = jnp.where(jnp.arange(width) < count, jnp.arange(width), -1)[None]
-        pages, table = jnp.where(positions >= 0, 0, -1), jnp.zeros((1, 1), jnp.int32)
-        context = PagedContext(positions, pages, positions, table, count[None])
+        context = PagedContext.one_text(width, count)
         _, cache = bind(config, params).paged(tokens[None], context, cache, jnp.float32)
         return {kind: jnp.abs(entry).max(axis=(1, 2, 3)) for kind, entry in cache.entries.items()}
 

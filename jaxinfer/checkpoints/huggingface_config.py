@@ -6,6 +6,7 @@ from typing import Any
 from jaxinfer.config import MLAConfig, ModelConfig, MoEConfig, RopeConfig, YarnConfig
 from jaxinfer.errors import UserError
 
+
 class Fields:
     """The fields of a config.json, by name. A missing one, or one of a wrong kind, is a UserError that names it."""
 

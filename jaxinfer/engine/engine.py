@@ -134,6 +134,12 @@ class Engine:
         """Wait until the device has done everything that was dispatched."""
         jax.block_until_ready(self.state)
 
+    def decode_slots(self):
+        """The slots that decode next, as a step takes them, once nothing is in flight: for measuring a step by itself."""
+        self._drain()
+        self.synchronise()
+        return self._slots_of(self.scheduler.decodable())
+
     def step(self) -> list[Event]:
         """Move every request on by at most one token and one chunk; what became known since the last call."""
         self.counters.steps += 1

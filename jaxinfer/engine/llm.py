@@ -1,11 +1,13 @@
 """`LLM`: the notebook's face of the engine."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from jaxinfer.checkpoints.model import Model
 from jaxinfer.config import EngineConfig, Precision
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.request import Completion, SamplingParams
+from jaxinfer.parallel.compilation import use_compilation_cache
 
 
 class LLM:
@@ -16,13 +18,21 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | Model = "tiny", *, weight_format: str = "bf16", kv_format: str = "bf16", **options
+        self, model: str | Path | Model = "tiny", *, weight_format: str = "bf16", kv_format: str = "bf16", **options
     ):
         """`model`: the name or folder of a checkpoint. `options` are fields of EngineConfig. UserError on bad input."""
-        precision = Precision.parse(weight_format, kv_format)
-        self.engine = Engine(
-            Model.load(model) if isinstance(model, str) else model, EngineConfig(precision=precision, **options)
-        )
+        config = EngineConfig(precision=Precision.parse(weight_format, kv_format), **options)
+        use_compilation_cache()
+        self.engine = Engine(model if isinstance(model, Model) else Model.load(model), config)
+
+    @property
+    def model(self) -> Model:
+        return self.engine.model
+
+    @property
+    def precision(self) -> str:
+        """What weights and KV pages are kept in."""
+        return self.engine.precision
 
     def generate(
         self, prompts: str | Sequence[str | list[int]], params: SamplingParams | Sequence[SamplingParams] | None = None

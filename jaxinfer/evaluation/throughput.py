@@ -1,8 +1,11 @@
 """Decode speed of an engine: so many requests at once, every one decoding, prefill left out."""
 
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 from jaxtyping import Float
 
@@ -26,25 +29,59 @@ class DecodeRun:
         return 1e3 * self.step_seconds
 
 
-def decode_run(engine: Engine, concurrency: int, prompt_tokens: int, new_tokens: int, seed: int = 0) -> DecodeRun:
-    """Time `new_tokens` decode steps of `concurrency` requests with random prompts, all in their decode phase.
+@dataclass(frozen=True)
+class BareRun:
+    """Wall times of the compiled check and the compiled decode step, each run by itself and waited for."""
+
+    verify_seconds: Float[np.ndarray, " steps"]
+    decode_seconds: Float[np.ndarray, " steps"]
+
+
+def decode_run(engine: Engine, concurrency: int, prompt_tokens: int, steps: int, seed: int = 0) -> DecodeRun:
+    """Time `steps` engine steps of `concurrency` requests with random prompts, all in their decode phase.
 
     The engine must be idle; it is idle again afterwards. ValueError where the requests do not fit at once.
     """
+    with _decoding(engine, concurrency, prompt_tokens, steps, seed):
+        engine.synchronise()
+        times = [time.perf_counter()]
+        for _ in range(steps):
+            engine.step()
+            times.append(time.perf_counter())
+    return DecodeRun(concurrency, np.diff(times))
+
+
+def bare_run(engine: Engine, concurrency: int, prompt_tokens: int, steps: int, seed: int = 0) -> BareRun:
+    """Time the check and the decode step alone on the same kind of requests: no scheduler, no text, no host."""
+    verify, decode = np.zeros(steps), np.zeros(steps)
+    programs = engine.programs
+    with _decoding(engine, concurrency, prompt_tokens, steps, seed):
+        slots = engine.decode_slots()
+        for i in range(steps):
+            start = time.perf_counter()
+            verified = jax.block_until_ready(programs.verify(engine.state, slots))
+            between = time.perf_counter()
+            engine.state, output = programs.decode(programs.params, engine.state, slots, verified)
+            jax.block_until_ready(output.tokens)
+            verify[i], decode[i] = between - start, time.perf_counter() - between
+    return BareRun(verify, decode)
+
+
+@contextlib.contextmanager
+def _decoding(engine: Engine, concurrency: int, prompt_tokens: int, steps: int, seed: int) -> Iterator[None]:
+    """So many requests past their prefill, none of which ends within `steps`; all are cancelled afterwards."""
     if engine.busy or concurrency > engine.config.max_slots:
-        raise ValueError(f"{concurrency} requests at once on an engine with {engine.config.max_slots} slots, busy: {engine.busy}")
-    rng = np.random.default_rng(seed)
-    # Two tokens more: the first comes from prefill, and no request may end while another is being timed.
-    params = SamplingParams(max_tokens=new_tokens + 2, ignore_eos=True)
-    for prompt in rng.integers(0, engine.model.config.vocab, (concurrency, prompt_tokens)):
-        engine.submit(prompt.tolist(), params)
+        raise ValueError(f"{concurrency} requests at once need an idle engine with as many slots")
+    prompts = np.random.default_rng(seed).integers(0, engine.model.config.vocab, (concurrency, prompt_tokens))
+    # Room for the steps dispatched while the last of the requests is still in its prefill.
+    params = SamplingParams(max_tokens=steps + concurrency + 8, ignore_eos=True)
+    requests = [engine.submit(prompt.tolist(), params) for prompt in prompts]
     while engine.decoding < concurrency:
         engine.step()
-    engine.synchronise()
-    times = [time.perf_counter()]
-    for _ in range(new_tokens):
+    try:
+        yield
+    finally:
+        for request in requests:
+            engine.cancel(request)
         engine.step()
-        times.append(time.perf_counter())
-    for _ in engine.run():
-        pass
-    return DecodeRun(concurrency, np.diff(times))
+        engine.synchronise()

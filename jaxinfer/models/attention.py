@@ -31,6 +31,14 @@ class PagedContext:
     page_table: Int32[Array, "B M"]
     lengths: Int32[Array, " B"]
 
+    @classmethod
+    def one_text(cls, width: int, count: Int32[Array, ""]) -> "PagedContext":
+        """A whole text of `count` tokens, padded to `width`, in one page of that size: what calibration and evaluation
+        read through, in place of an allocator."""
+        positions = jnp.where(jnp.arange(width) < count, jnp.arange(width), -1)[None]
+        pages, table = jnp.where(positions >= 0, 0, -1), jnp.zeros((1, 1), jnp.int32)
+        return cls(positions, pages, positions, table, count[None])
+
 
 def causal_mask(segments: Int32[Array, "B T"]) -> Bool[Array, "B T T"]:
     """True where a token (second axis) may see another (third): same segment, not later; segment 0 is padding."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxinfer.checkpoints.model import quantize_params
@@ -37,10 +38,11 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter tensor: how many values and bytes (scales included), in all and on each GPU."""
+    """One parameter tensor: how it is kept (`f32`, `bf16`, or the weight format), how many values and bytes (scales
+    included) it has, in all and on each GPU."""
 
     part: str
-    format: WeightFormat | None  # None: kept plain
+    format: str
     parameters: int
     bytes: int
     gpu_parameters: int
@@ -82,11 +84,10 @@ def _decoder(config: ModelConfig, format: WeightFormat, devices: int) -> Iterato
     for (path, spec), weight, place in zip(specs, *stored, strict=True):
         parts = list(zip(jax.tree.leaves(weight), jax.tree.leaves(place), strict=True))
         local = [p.shard_shape(a.shape) for a, p in parts]
-        quantized = weight.format if _is_quantized(weight) else None
-        packed = 2 if quantized and quantized.kind == "int4" else 1
+        packed = 2 if _is_quantized(weight) and weight.format.kind == "int4" else 1
         yield Weight(
             part=part_of([str(key.key) for key in path], spec),
-            format=quantized,
+            format=_format(weight),
             parameters=math.prod(spec.shape),
             bytes=sum(a.size * a.dtype.itemsize for a, _ in parts),
             gpu_parameters=math.prod(local[0]) * packed,
@@ -100,7 +101,7 @@ def _draft(model: PlannedModel, format: WeightFormat, devices: int) -> Iterator[
     for weight in _decoder(config, format, devices):
         if weight.part not in ("embedding", "head"):
             yield replace(weight, part="draft layers")
-    join = ParameterSpec((config.layers, 2 * config.hidden, config.hidden), jax.numpy.bfloat16, ("",) * 3, "plain")
+    join = ParameterSpec((config.layers, 2 * config.hidden, config.hidden), jnp.dtype(jnp.bfloat16), ("",) * 3, "plain")
     yield from _replicated("draft layers", {"join": join}, format)
     if model.indexer:
         yield from _replicated("draft layers", model.indexer.specs(model.config, model.draft_layers), format)
@@ -113,7 +114,7 @@ def _replicated(part: str, specs: dict[str, ParameterSpec], format: WeightFormat
         stored = jax.eval_shape(lambda w, f=format: quantize(w, f), _shape(spec)) if covered else _shape(spec)
         size = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(stored))
         values = math.prod(spec.shape)
-        yield Weight(part, format if covered else None, values, size, values, size)
+        yield Weight(part, _format(stored), values, size, values, size)
 
 
 def part_of(path: list[str], spec: ParameterSpec) -> str:
@@ -155,9 +156,7 @@ class Capacity:
     per_token: int
 
     @classmethod
-    def of(
-        cls, model: PlannedModel, precision: Precision, gpu: GPU, devices: int, share: float = USABLE
-    ) -> "Capacity":
+    def of(cls, model: PlannedModel, precision: Precision, gpu: GPU, devices: int, share: float = USABLE) -> "Capacity":
         """Of `model` at `precision` on `devices` GPUs, of whose memory `share` is usable."""
         return cls(
             int(gpu.memory * share),
@@ -177,6 +176,12 @@ class Capacity:
     def concurrency(self, context: int) -> int:
         """Requests of `context` tokens that fit at once."""
         return self.tokens // context
+
+
+def _format(weight: jax.ShapeDtypeStruct | QuantizedTensor) -> str:
+    if isinstance(weight, QuantizedTensor):
+        return str(weight.format)
+    return "f32" if weight.dtype == jnp.float32 else "bf16"
 
 
 def _shape(spec: ParameterSpec) -> jax.ShapeDtypeStruct:

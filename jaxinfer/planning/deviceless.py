@@ -2,7 +2,7 @@
 
     mesh = deviceless.mesh(8, "tensor")
     program = deviceless.compile(step, *arguments, mesh=mesh, donate=(1,))
-    program.memory()["temp"], program.hlo, program.ptx
+    program.memory()["temp"], program.hlo, program.kernels
 
 `arguments` are `jax.ShapeDtypeStruct` with shardings on that mesh (`deviceless.array`). The compiler comes with the
 extra `aot` (`pip install 'jaxinfer[aot]'`), and the process must run with JAX_PLATFORMS=cpu, or the CUDA plugin looks
@@ -11,6 +11,7 @@ tiles: it proves memory, lowering and code, not speed.
 """
 
 import contextlib
+import math
 import os
 import re
 import tempfile
@@ -38,11 +39,21 @@ DUMP_KERNELS = {"xla_dump_emitter_re": ".*"} if jax.__version_info__ >= (0, 11) 
 
 
 @dataclass(frozen=True)
+class Kernel:
+    """A GPU kernel: its PTX, and the grid, the threads of a program and the shared memory that it is launched with."""
+
+    ptx: str
+    grid: tuple[int, ...]
+    threads: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
 class Program:
-    """A compiled program: `hlo` after all passes, `ptx` a kernel file name (empty unless asked for), seconds."""
+    """A compiled program: `hlo` after all passes, each kernel (none unless asked for), and how long it took."""
 
     executable: jax.stages.Compiled
-    ptx: dict[str, str]
+    kernels: dict[str, "Kernel"]
     lower_s: float
     compile_s: float
 
@@ -92,7 +103,7 @@ def compile(
     *arguments: Any,
     mesh: Mesh,
     donate: Sequence[int] = (),
-    keep_ptx: bool = False,
+    keep_kernels: bool = False,
     spill_gate: bool = True,
     options: dict[str, Any] | None = None,
 ) -> Program:
@@ -104,7 +115,7 @@ def compile(
     jitted: Any = function if hasattr(function, "trace") else jax.jit(function, donate_argnums=tuple(donate))
     settings = {**(SPILL_GATE if spill_gate else {}), **(options or {})}
     with tempfile.TemporaryDirectory() as folder:
-        if keep_ptx:
+        if keep_kernels:
             settings |= {"xla_dump_to": folder, **DUMP_KERNELS}
         start = time.perf_counter()
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # the Triton lowering asks it for the target
@@ -112,11 +123,20 @@ def compile(
         middle = time.perf_counter()
         executable = lowered.compile(compiler_options=settings)
         end = time.perf_counter()
-        ptx = {path.name: path.read_text() for path in sorted(Path(folder).glob("*.ptx"))}
-    return Program(executable, ptx, middle - start, end - middle)
+        found = _read_kernels(Path(folder)) if keep_kernels else {}
+    return Program(executable, found, middle - start, end - middle)
 
 
-def kernels(program: Program) -> dict[str, str]:
-    """PTX of each kernel by its name, from a program compiled with `keep_ptx`. A file with several comes under each."""
+def _read_kernels(folder: Path) -> dict[str, Kernel]:
+    """The kernels of XLA's dump by name; of those with one name, the last."""
     entry = re.compile(r"\.entry\s+([\w$]+)")
-    return {name: text for text in program.ptx.values() for name in entry.findall(text)}
+    launch = re.compile(r"\s([\w$]+) grid: \[([\d, ]+)\] threads: \[([\d, ]+)\]\s+shared_memory: (\d+)")
+    texts = [path.read_text() for path in sorted(folder.glob("*.ptx"))]
+    ptx = {name: text for text in texts for name in entry.findall(text)}
+    numbers = lambda text: tuple(int(number) for number in text.split(","))  # noqa: E731
+    return {
+        name: Kernel(ptx[name], numbers(grid), math.prod(numbers(threads)), int(shared))
+        for path in sorted(folder.glob("*thunk_sequence.txt"))
+        for name, grid, threads, shared in launch.findall(path.read_text())
+        if name in ptx
+    }

@@ -1,8 +1,8 @@
 """Floors: the least time a step can take, from the bytes it must move and the operations it must do on each GPU.
 
 A floor is the longest of three times, as if they overlapped perfectly and nothing else took any: HBM traffic against
-bandwidth, matrix products against tensor-core FLOP/s, all-reduces against NVLink. What it leaves out (latency of launches
-and collectives, softmax, routing, sampling, writing intermediate results) makes real steps slower, never faster.
+bandwidth, matrix products against tensor-core FLOP/s, all-reduces against NVLink. What it leaves out (latency of
+launches and collectives, softmax, routing, sampling, intermediate results) makes real steps slower, never faster.
 """
 
 from dataclasses import dataclass
@@ -50,16 +50,14 @@ class Floor:
         return self.tokens / self.seconds
 
 
-def decode_floor(
-    model: PlannedModel, precision: Precision, gpu: GPU, devices: int, batch: int, context: int
-) -> Floor:
+def decode_floor(model: PlannedModel, precision: Precision, gpu: GPU, devices: int, batch: int, context: int) -> Floor:
     """One decode step of `batch` requests that have `context` tokens each. Experts are chosen evenly."""
     found = weights(model, precision.weights, devices)
     entries = model.entries(devices)
     read = sum(e.layers * e.gpu_width * e.tokens_read(context) for e in entries)
     written = sum(e.layers * e.gpu_width for e in entries)
     products = _products(model.config, found, batch, head_rows=batch)
-    pairs = batch * min(context, entries[0].tokens_read(context))
+    pairs = batch * entries[0].tokens_read(context)
     attention = pairs * model.config.layers * flops_per_pair(model.config, absorbed=True) / devices
     return Floor(
         gpu,
@@ -133,11 +131,11 @@ def _products(config: ModelConfig, found: list[Weight], tokens: int, head_rows: 
     """FLOPs a GPU of the products with weights, by whether they are FP8: two for each value and row."""
     flops = {True: 0.0, False: 0.0}
     for weight in found:
-        rows = {"embedding": 0, "norms": 0, "head": head_rows}.get(weight.part, tokens)
+        rows: float = {"embedding": 0, "norms": 0, "head": head_rows}.get(weight.part, tokens)
         if weight.part == "routed experts":
             assert config.moe is not None
             rows = tokens * config.moe.top_k / config.moe.experts
-        flops[weight.format is not None and weight.format.kind == "fp8_e4m3"] += 2 * weight.gpu_parameters * rows
+        flops[weight.format == "fp8_e4m3"] += 2 * weight.gpu_parameters * rows
     return flops
 
 
@@ -148,5 +146,9 @@ def _index_flops(model: PlannedModel, context: int) -> int:
 
 
 def _all_reduces(config: ModelConfig, devices: int, tokens: int) -> float:
-    """Bytes that a GPU sends: an all-reduce after attention and one after the MLP of each layer, on a ring."""
-    return 2 * config.layers * tokens * config.hidden * BF16 * 2 * (devices - 1) / devices
+    """Bytes that a GPU sends: an all-reduce after attention and one after the MLP of each layer, each value sent once.
+
+    That is what a switch that reduces in passing allows (NVLink SHARP, Hopper and later); a ring sends 2(n-1)/n times
+    as much.
+    """
+    return 2 * config.layers * tokens * config.hidden * BF16 if devices > 1 else 0

@@ -85,6 +85,11 @@ class KVFormat:
         return {"f32": jnp.float32, "bf16": jnp.uint16, "fp8_e4m3": jnp.uint8}[self.kind]
 
     @property
+    def scaled(self) -> bool:
+        """Whether values are stored divided by a scale."""
+        return self.kind == "fp8_e4m3"
+
+    @property
     def itemsize(self) -> int:
         return jnp.dtype(self.dtype).itemsize
 
@@ -92,16 +97,16 @@ class KVFormat:
         """Values to storage; FP8 keeps x / scale, saturating."""
         if self.kind == "f32":
             return x.astype(jnp.float32)
-        narrow = to_e4m3(x.astype(jnp.float32) / scale) if self.kind == "fp8_e4m3" else x.astype(jnp.bfloat16)
+        narrow = to_e4m3(x.astype(jnp.float32) / scale) if self.scaled else x.astype(jnp.bfloat16)
         return jax.lax.bitcast_convert_type(narrow, self.dtype)
 
     def decode(self, stored: Shaped[Array, "... width"], scale: Float[Array, ""]) -> Float[Array, "... width"]:
         """Storage to float32 values."""
         if self.kind == "f32":
             return stored
-        narrow = jnp.float8_e4m3fn if self.kind == "fp8_e4m3" else jnp.bfloat16
+        narrow = jnp.float8_e4m3fn if self.scaled else jnp.bfloat16
         wide = jax.lax.bitcast_convert_type(stored, narrow).astype(jnp.float32)
-        return wide * scale if self.kind == "fp8_e4m3" else wide
+        return wide * scale if self.scaled else wide
 
     def __str__(self) -> str:
         return self.kind

@@ -1,5 +1,5 @@
-"""Causal attention over paged key-value entries, for prefill chunks and decode, latent (MLA) and grouped-query (GQA)."""
+"""Causal attention over paged key-value entries, in prefill chunks and decode: latent (MLA) and grouped-query (GQA)."""
 
-from pallas_kernels.paged_attention.reference import gqa_attention, mla_attention
+from pallas_kernels.paged_attention.api import gqa_attention, mla_attention
 
 __all__ = ["gqa_attention", "mla_attention"]

@@ -122,7 +122,6 @@ def test_rows_that_are_not_valid_take_no_part(moe):
     for junk in (np.nan, np.inf, 1e30):
         spoilt = np.where(valid[:, None], x, np.float32(junk))
         np.testing.assert_array_equal(np.asarray(serve_jit(moe, spoilt, valid))[valid], found[valid])
-        np.testing.assert_array_equal(np.asarray(train_jit(moe, spoilt, valid, 6.0)[0])[valid].shape, found[valid].shape)
 
 
 @pytest.mark.parametrize("bias", ROUTINGS.values(), ids=ROUTINGS.keys())
@@ -154,7 +153,8 @@ def test_the_gradient_of_training_is_that_of_serving(moe):
     route(moe, ROUTINGS["all to two"])  # a choice that no small change alters
     x, direction, readout = tokens(33, 5), tokens(33, 6), tokens(33, 7)
     valid = np.ones(33, bool)
-    slope = jax.grad(lambda x: jnp.sum(train_jit(moe, x, valid, 6.0)[0] * readout))(jnp.asarray(x))
+    read = lambda x: jnp.sum(moe.with_capacity(x, LAYER, jnp.asarray(valid), 6.0)[0] * readout)  # noqa: E731
+    slope = jax.jit(jax.grad(read))(x)
     step = 1e-2
     ends = (np.asarray(serve_jit(moe, x + sign * step * direction, valid), np.float64) for sign in (1, -1))
     forward, backward = (np.sum(end * readout) for end in ends)

@@ -1,0 +1,166 @@
+"""What the tables share: one model served at several precisions, each measured once, however many tables ask for it."""
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from rich.progress import Progress
+
+from jaxinfer.checkpoints.model import Model
+from jaxinfer.config import EngineConfig, Precision
+from jaxinfer.engine import Engine
+from jaxinfer.evaluation import divergence, statistics
+from jaxinfer.evaluation.answering import replies
+from jaxinfer.evaluation.scoring import score_all
+from jaxinfer.evaluation.table import run_meta
+from jaxinfer.evaluation.tasks import TASKS, Example
+from jaxinfer.evaluation.tasks.base import examples
+from jaxinfer.evaluation.throughput import DecodeRun, decode_run
+
+REFERENCE = Precision.parse("bf16", "bf16")
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured: held-out `examples` of each task, `rounds` of interleaved timings, decode `steps` in each."""
+
+    examples: int
+    rounds: int
+    steps: int
+
+
+QUICK = Effort(examples=24, rounds=9, steps=24)
+FULL = Effort(examples=400, rounds=31, steps=64)
+PROMPT_TOKENS = 64  # of a request whose decoding is timed
+
+
+@dataclass
+class Ablation:
+    """One model and everything measured of it so far. `budget_bytes` is the pool memory that capacities are given for."""
+
+    model: Model
+    command: str
+    effort: Effort = QUICK
+    seed: int = 0
+    devices: int = 1
+    budget_bytes: int = 16 << 20
+    progress: Progress = field(default_factory=lambda: Progress(disable=True))
+
+    # ---- served once for each precision ----
+
+    @functools.cached_property
+    def _engines(self) -> dict[tuple, Engine]:
+        return {}
+
+    def engine(self, precision: Precision, verify: bool = True) -> Engine:
+        """The engine that serves at `precision`, started on first use."""
+        key = (precision, verify)
+        if key not in self._engines:
+            with self._task(f"starting an engine, {precision}" + " without the check" * (not verify), None):
+                config = EngineConfig(precision=precision, verify=verify, devices=self.devices)
+                self._engines[key] = Engine(self.model, config)
+        return self._engines[key]
+
+    # ---- quality ----
+
+    @functools.cached_property
+    def examples(self) -> list[Example]:
+        """Held-out examples, `effort.examples` of each task."""
+        n = self.effort.examples
+        return [e for task in TASKS.values() for e in examples(task, n, held_out=True, seed=self.seed)]
+
+    @functools.cached_property
+    def _scores(self) -> dict[Precision, list[float]]:
+        return {}
+
+    def scores(self, precision: Precision) -> list[float]:
+        """The score of each of `examples`, answered greedily at `precision`."""
+        if precision not in self._scores:
+            engine = self.engine(precision)
+            with self._task(f"answering at {precision}", len(self.examples)) as advance:
+                self._scores[precision] = score_all(self.examples, replies(engine, self.examples, advance))
+        return self._scores[precision]
+
+    def quality(self, precision: Precision) -> dict[str, Any]:
+        """The `quality` field of a row: each task's score and its paired difference from the reference precision."""
+        found, reference = np.array(self.scores(precision)), np.array(self.scores(REFERENCE))
+        tasks = np.array([e.task for e in self.examples])
+        of = lambda name: None if precision == REFERENCE else reference[tasks == name]  # noqa: E731
+        return {name: statistics.quality(found[tasks == name], of(name)) for name in TASKS}
+
+    @functools.cached_property
+    def _logits(self) -> dict[Precision, np.ndarray]:
+        return {}
+
+    def divergence(self, precision: Precision) -> dict[str, float]:
+        """`kl`, `top1_agreement` and `answer_tokens` against the reference, on the true answers of all examples."""
+        texts = divergence.texts_of(self.model, self.examples)
+        for each in (REFERENCE, precision):
+            if each not in self._logits:
+                with self._task(f"comparing distributions at {each}", len(texts)) as advance:
+                    self._logits[each] = divergence.answer_logits(self.model, each, texts, advance)
+        found = divergence.divergence(self._logits[REFERENCE], self._logits[precision])
+        return {**found, "answer_tokens": len(self._logits[REFERENCE])}
+
+    # ---- speed ----
+
+    def decode_runs(self, engines: dict[str, Engine], concurrency: int) -> dict[str, list[DecodeRun]]:
+        """Decode runs of each engine, taken in turn: as many as `effort.rounds`."""
+        runs: dict[str, list[DecodeRun]] = {name: [] for name in engines}
+
+        def one(name: str) -> float:
+            run = decode_run(engines[name], concurrency, PROMPT_TOKENS, self.effort.steps, self.seed)
+            runs[name].append(run)
+            return run.tokens_per_s
+
+        warmup = 1
+        with self._task(f"decoding {concurrency} at once", (warmup + self.effort.rounds) * len(engines)) as advance:
+            each = {name: functools.partial(one, name) for name in engines}
+            statistics.interleave(each, self.effort.rounds, warmup, advance)
+        return {name: done[warmup:] for name, done in runs.items()}
+
+    # ---- what every table says of itself ----
+
+    def meta(self, precisions: Iterable[Precision], **extra: Any) -> dict[str, Any]:
+        """The `meta` of a table."""
+        return run_meta(
+            self.command,
+            self.seed,
+            self.effort.examples,
+            precision=[str(p) for p in precisions],
+            model=self.model.config.name,
+            compute_dtype=str(np.dtype(self.model.compute_dtype)),
+            timing={"rounds": self.effort.rounds, "steps": self.effort.steps, "prompt_tokens": PROMPT_TOKENS},
+            **extra,
+        )
+
+    def _task(self, description: str, total: int | None) -> "_Step":
+        return _Step(self.progress, description, total)
+
+
+class _Step:
+    """One line of the progress display while it lasts."""
+
+    def __init__(self, progress: Progress, description: str, total: int | None):
+        self._progress, self._description, self._total = progress, description, total
+
+    def __enter__(self) -> Callable[[], None]:
+        self._id = self._progress.add_task(self._description, total=self._total)
+        return lambda: self._progress.advance(self._id)
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.remove_task(self._id)
+
+
+def rates(runs: list[DecodeRun]) -> np.ndarray:
+    """Decode tokens a second of each run."""
+    return np.array([run.tokens_per_s for run in runs])
+
+
+def speed_fields(runs: list[DecodeRun], reference: list[DecodeRun] | None) -> dict[str, Any]:
+    """`decode_tokens_per_s` (median) and `decode_ratio`, the median over rounds of its ratio to the reference's."""
+    fields: dict[str, Any] = {"decode_tokens_per_s": float(np.median(rates(runs)))}
+    ratio = statistics.ratio_interval(rates(runs), rates(reference)) if reference else None
+    return fields | {"decode_ratio": ratio.fields("ratio") if ratio else None}

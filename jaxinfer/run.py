@@ -1,0 +1,183 @@
+"""The command line: `python -m jaxinfer.run`. Arguments in, one call out.
+
+Exit codes: 0 done, 1 the run failed, 2 the arguments are wrong (one line says what and what would do), 130 interrupted.
+"""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from jaxinfer.errors import UserError
+
+# jax is imported inside the commands: the number of CPU devices must be set before, and --help needs none of it.
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="JAX inference of mixture-of-experts language models: FP8 KV pages, INT4 weights, tags on every page. "
+    "Without a command it runs the quick ablation on the model that ships with it.",
+)
+console = Console()
+errors = Console(stderr=True)
+
+ModelOption = Annotated[str, typer.Option("--model", help="a model that ships (tiny), or a checkpoint folder")]
+DevicesOption = Annotated[int, typer.Option("--devices", min=1, help="devices to shard over; on the CPU they are made")]
+WeightsOption = Annotated[
+    str, typer.Option("--weights", help="bf16, fp8_e4m3, int4:g32, int4:g64, int4:g128 (int4 also with +dense)")
+]
+KVOption = Annotated[str, typer.Option("--kv", help="number format of the KV pages: bf16, fp8_e4m3")]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, help="of sampling and of the choice of examples")]
+
+GENERATE_EXAMPLES = """
+Answers prompts with the engine.
+
+    python -m jaxinfer.run generate --prompt "Tom has 3 owls and buys 4 more. How many owls does Tom have?"
+
+    python -m jaxinfer.run generate --prompt "..." --prompt "..." --weights int4:g32 --kv fp8_e4m3 --devices 8
+
+    cat prompts.txt | python -m jaxinfer.run generate --prompt - --temperature 0.8 --seed 7
+"""
+ABLATION_EXAMPLES = """
+Measures tables: quality with paired 95% intervals, capacity, speed as ratios.
+
+    python -m jaxinfer.run ablation
+
+    python -m jaxinfer.run ablation --tables kv-cache,weights,integrity --full --out results
+"""
+
+
+@app.callback(invoke_without_command=True)
+def main_command(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        ablation()
+
+
+@app.command(help=GENERATE_EXAMPLES)
+def generate(
+    prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="a user's message; may be repeated; - reads lines")],
+    model: ModelOption = "tiny",
+    weights: WeightsOption = "bf16",
+    kv: KVOption = "bf16",
+    devices: DevicesOption = 1,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="the most tokens of an answer")] = 64,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy")] = 0.0,
+    top_p: Annotated[float, typer.Option("--top-p")] = 1.0,
+    top_k: Annotated[int, typer.Option("--top-k", help="0: all")] = 0,
+    min_p: Annotated[float, typer.Option("--min-p")] = 0.0,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="text that ends an answer; may be repeated")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="prompts as they are, with special tokens, no chat turn")] = False,
+    seed: SeedOption = 0,
+) -> None:
+    prepare(devices)
+    from jaxinfer.engine import LLM, SamplingParams
+
+    params = SamplingParams(max_tokens, temperature, top_p, top_k, min_p, seed, tuple(stop or ()))
+    llm = LLM(model, weight_format=weights, kv_format=kv, devices=devices)
+    prompts = [line for p in prompt for line in (sys.stdin.read().splitlines() if p == "-" else [p])]
+    tokens = [llm.model.encode(p) if raw else llm.model.chat(p) for p in prompts]
+    if not tokens:
+        raise UserError("no prompt was given on standard input; give at least one line")
+    errors.print(f"{model}: {llm.precision}, {devices} device{'s' * (devices > 1)}", style="dim", highlight=False)
+    if len(tokens) == 1:
+        for text in llm.stream(tokens[0], params):
+            print(text, end="", flush=True)
+        print()
+        return
+    for text, completion in zip(prompts, llm.generate(tokens, params), strict=True):
+        console.print(text, style="bold", markup=False, highlight=False)
+        print(completion.text)
+
+
+@app.command(help=ABLATION_EXAMPLES)
+def ablation(
+    tables: Annotated[str, typer.Option("--tables", help="names with commas between")] = "kv-cache,weights,integrity",
+    model: ModelOption = "tiny",
+    devices: DevicesOption = 1,
+    out: Annotated[Path | None, typer.Option("--out", help="folder for JSON, Markdown and pictures")] = None,
+    full: Annotated[bool, typer.Option("--full", help="many more examples and rounds; about half an hour")] = False,
+    budget: Annotated[int, typer.Option("--budget-mib", min=1, help="KV memory that capacities are given for")] = 16,
+    seed: SeedOption = 0,
+) -> None:
+    makers = table_makers(tables)
+    prepare(devices)
+    from jaxinfer.checkpoints.model import Model
+    from jaxinfer.evaluation.table import check_writable, to_rich, write
+
+    if out is not None:
+        check_writable(out)
+    command = shlex.join(["python", "-m", "jaxinfer.run", *sys.argv[1:]])
+    from experiments.ablation import FULL, QUICK, Ablation
+
+    with progress_display() as progress:
+        run = Ablation(
+            Model.load(model), command, FULL if full else QUICK, seed, devices, budget << 20, progress
+        )
+        for make in makers.values():
+            table = make(run)
+            progress.console.print(to_rich(table))
+            if out is not None:
+                paths = write(table, out)
+                progress.console.print(f"wrote {', '.join(map(str, paths.values()))}", highlight=False)
+
+
+def table_makers(names: str) -> dict[str, Any]:
+    """The function of each table in `names`. UserError on one that there isn't."""
+    import importlib
+
+    known = {"kv-cache": "kv_cache", "weights": "weights", "integrity": "integrity"}
+    wanted = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    for name in wanted:
+        if name not in known:
+            raise UserError(f"unknown table {name!r}; there are: {', '.join(known)}")
+    if not wanted:
+        raise UserError(f"no table was named; there are: {', '.join(known)}")
+    return {name: lambda run, m=known[name]: importlib.import_module(f"experiments.{m}").table(run) for name in wanted}
+
+
+def prepare(devices: int) -> None:
+    """Set what jax reads when it starts: so many devices on the CPU, and compiled programs kept between runs."""
+    flag = "--xla_force_host_platform_device_count"
+    if devices > 1 and flag not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={devices}".strip()
+    from jaxinfer.parallel.compilation import use_compilation_cache
+
+    use_compilation_cache()
+
+
+def progress_display() -> Progress:
+    """Bars on standard error, gone when they are done; nothing at all where nobody looks."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=errors, transient=True)
+
+
+def main() -> None:
+    """Run the command line; every mistake of the user's is one line."""
+    try:
+        app(standalone_mode=False)
+    except UserError as error:
+        fail(str(error))
+    except typer.Exit as exit:
+        sys.exit(exit.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        errors.print("interrupted")
+        sys.exit(130)
+    except typer.BadParameter.__mro__[2] as error:  # every mistake in the arguments that typer itself finds
+        fail(f"{error.format_message()} (see --help)")  # type: ignore[attr-defined]
+
+
+def fail(message: str) -> None:
+    """Say what is wrong in one line, and end with 2."""
+    print("error: " + " ".join(message.split()), file=sys.stderr)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
