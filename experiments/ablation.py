@@ -24,7 +24,7 @@ REFERENCE = Precision.parse("bf16", "bf16")
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: held-out `examples` of each task, `rounds` of interleaved timings, decode `steps` in each."""
+    """How much is measured: held-out `examples` a task, `rounds` of interleaved timings, decode `steps` of each."""
 
     examples: int
     rounds: int
@@ -38,7 +38,7 @@ PROMPT_TOKENS = 64  # of a request whose decoding is timed
 
 @dataclass
 class Ablation:
-    """One model and everything measured of it so far. `budget_bytes` is the pool memory that capacities are given for."""
+    """One model and all that was measured of it so far. `budget_bytes` is the pool memory that capacities are for."""
 
     model: Model
     command: str

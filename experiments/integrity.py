@@ -46,8 +46,8 @@ def table(ablation: Ablation) -> Table:
         "KV integrity: the check of page tags before every decode read",
         [
             "Ratios are tags to off, the median over rounds taken in turn in one process with a 95% interval.",
-            "verify_share: time of the check alone over the time of the decode step alone, both as bare compiled programs; "
-            "launching a program is most of the check's time on the CPU.",
+            "verify_share: time of the check alone over that of the decode step alone, each as a bare program; "
+            "on the CPU most of the check's time is the launch of a program.",
         ],
     )
 

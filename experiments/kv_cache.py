@@ -44,7 +44,7 @@ def table(ablation: Ablation) -> Table:
         [
             f"tokens_in_budget: whole pages in {ablation.budget_bytes >> 20} MiB; the published figure is for another "
             "model and budget, its ratio FP8 to BF16 of 2.0 is what can be compared.",
-            "decode_ratio: rounds taken in turn in one process. The CPU computes in float32 whatever the format, so the "
+            "decode_ratio: rounds taken in turn in one process. The CPU computes in float32 whatever the format: the "
             "ratio shows what decoding e4m3 costs here and nothing of a GPU's memory bandwidth.",
             "kl and top1_agreement: next-token distributions on the true answers, against the bf16 row.",
         ],

@@ -6,7 +6,6 @@
 import argparse
 import json
 import shutil
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from jaxinfer.models.decoder import init_params
 from jaxinfer.text.tokenizer import END, Tokenizer
 
 CALIBRATION_EXAMPLES = 16  # of each task, from the training side
-SCORED_EXAMPLES = 100  # of each task, held out
+SCORED_EXAMPLES = 400  # of each task, held out
 PRECISION = Precision.parse("bf16", "bf16")
 
 
@@ -86,16 +85,17 @@ def card(config: ModelConfig, count: int, scores: dict[str, Any], log: list[dict
 A mixture-of-experts language model of {count / 1e6:.2f} million parameters, trained from nothing by this project
 (`experiments/train_tiny.py`) so that every measurement can run on a real trained model anywhere.
 
-**What it is.** Multi-head latent attention, {config.layers} layers ({config.dense_layers} dense), {moe.experts} routed experts
-of which a token uses {moe.top_k}, {moe.shared_experts} shared expert, sigmoid router balanced by a bias: the architecture of the
-models that the project is about, at a size for a CPU. Context {config.max_position} tokens, vocabulary {config.vocab}, bf16.
+**What it is.** Multi-head latent attention, {config.layers} layers ({config.dense_layers} dense), {moe.experts} routed
+experts of which a token uses {moe.top_k}, {moe.shared_experts} shared expert, a sigmoid router balanced by a bias: the
+architecture of the models that the project is about, at a size for a CPU. Context {config.max_position} tokens,
+vocabulary {config.vocab}, weights in bf16.
 
-**What it isn't.** An assistant, or a model of English. It knows six generated tasks and nothing else, and its scores say
-nothing of other models' abilities. It is there to be quantised, served and compared with itself.
+**What it isn't.** An assistant, or a model of English. It knows six generated tasks and nothing else, and its scores
+say nothing of other models' abilities. It is there to be quantised, served and compared with itself.
 
-**Training.** {last["tokens"] / 1e6:.1f} million tokens in {last["seconds"] / 60:.0f} minutes on two CPU cores; the log is
-`train_log.jsonl`. Held-out prompts (1 in 16, by hash of the first prompt) were never trained on. The KV scales were calibrated
-on {CALIBRATION_EXAMPLES} training examples of each task.
+**Training.** {last["tokens"] / 1e6:.1f} million tokens in {last["seconds"] / 60:.0f} minutes on two CPU cores; the log
+is `train_log.jsonl`. Held-out examples (1 in 16, by hash of the first prompt) were never trained on. The KV scales
+were calibrated on {CALIBRATION_EXAMPLES} training examples of each task.
 
 ## Exact match on held-out examples ({scores["precision"]}, greedy)
 

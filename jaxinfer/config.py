@@ -169,7 +169,7 @@ class ModelConfig:
     def check_devices(self, devices: int) -> None:
         """Raise UserError unless every sharded axis divides over `devices` (tensor parallel)."""
         moe, attention = self.moe, self.attention
-        sizes = {"attention heads": attention.heads, "vocabulary": self.vocab, "hidden size": self.hidden}
+        sizes = {"attention heads": attention.heads, "vocabulary": self.vocab}
         if isinstance(attention, GQAConfig):
             sizes["key-value heads"] = attention.kv_heads
         if self.dense_layers:

@@ -62,7 +62,7 @@ def main_command(context: typer.Context) -> None:
 
 @app.command(help=GENERATE_EXAMPLES)
 def generate(
-    prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="a user's message; may be repeated; - reads lines")],
+    prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="a user's message, repeatable; - reads lines")],
     model: ModelOption = "tiny",
     weights: WeightsOption = "bf16",
     kv: KVOption = "bf16",
@@ -154,7 +154,8 @@ def prepare(devices: int) -> None:
 
 def progress_display() -> Progress:
     """Bars on standard error, gone when they are done; nothing at all where nobody looks."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    text = TextColumn("{task.description}")
+    columns = (SpinnerColumn(), text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=errors, transient=True)
 
 

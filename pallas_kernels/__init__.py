@@ -1,1 +1,1 @@
-"""Operations of the decoder with more than one implementation: one folder an op, imports jax and nothing of jaxinfer."""
+"""Operations of the decoder with several implementations: one folder an op, imports jax and nothing of jaxinfer."""

@@ -40,8 +40,8 @@ class KVCache:
         format: KVFormat,
         scales: dict[str, Float[Array, " layers"]] | None = None,
     ) -> "KVCache":
-        """Empty pages for entries of `kinds` (name to width in values). `scales` are those of a scaled format; where there
-        are none, and in every other format, they are 1."""
+        """Empty pages for entries of `kinds` (name to width in values). `scales` are those of a scaled format; without
+        them, and in every other format, they are 1."""
         shapes = {kind: (layers, width) for kind, width in kinds.items()}
         # Copies: the cache is donated to every step, and the scales of the checkpoint must outlive it.
         own = {

@@ -62,7 +62,10 @@ class InFlight:
 class Engine:
     """Serves one model. Not for use by several threads at once."""
 
-    def __init__(self, model: Model, config: EngineConfig, on_logits: Callable[[int, int, np.ndarray], Any] | None = None):
+    def __init__(
+        self, model: Model, config: EngineConfig, on_logits: Callable[[int, int, np.ndarray], Any] | None = None
+    ):
+        """Compiles everything. `on_logits(request, place in output, logits [V])` sees what a token was drawn from."""
         config = fit_to_model(config, model)
         self.model, self.config, self.on_logits = model, config, on_logits
         mesh = make_mesh(config.devices)
@@ -135,7 +138,7 @@ class Engine:
         jax.block_until_ready(self.state)
 
     def decode_slots(self):
-        """The slots that decode next, as a step takes them, once nothing is in flight: for measuring a step by itself."""
+        """The slots that decode next, as a step takes them, with nothing in flight: for measuring a step by itself."""
         self._drain()
         self.synchronise()
         return self._slots_of(self.scheduler.decodable())

@@ -1,4 +1,4 @@
-"""The compiled steps of one model on one mesh: jitted with shardings and donation, all compiled before the first request."""
+"""The compiled steps of one model on one mesh: jitted with shardings and donation, before the first request."""
 
 import functools
 from concurrent.futures import ThreadPoolExecutor
@@ -25,9 +25,9 @@ class Programs:
         self.config = config
         self.mesh = mesh
         self.params = jax.device_put(params, param_shardings(model, params, mesh))
-        state = jax.eval_shape(functools.partial(_create_state, model, config, None))
-        self.shardings = _state_shardings(model, state, mesh)
-        self._create = jax.jit(functools.partial(_create_state, model, config), out_shardings=self.shardings)
+        state = jax.eval_shape(functools.partial(create_state, model, config, None))
+        self.shardings = state_shardings(model, state, mesh)
+        self._create = jax.jit(functools.partial(create_state, model, config), out_shardings=self.shardings)
         self._kv_scales = kv_scales
         here, everywhere = self.shardings, replicated(mesh)
         self.admit = jax.jit(steps.admit_step, donate_argnums=0, out_shardings=here)
@@ -81,7 +81,7 @@ class Programs:
     check = _check
 
 
-def _create_state(model: ModelConfig, config: EngineConfig, kv_scales) -> ServingState:
+def create_state(model: ModelConfig, config: EngineConfig, kv_scales) -> ServingState:
     cache = KVCache.create(
         model.attention.entries, model.layers, config.num_pages, config.page_size, config.precision.kv, kv_scales
     )
@@ -89,7 +89,7 @@ def _create_state(model: ModelConfig, config: EngineConfig, kv_scales) -> Servin
     return ServingState(cache, pages, SamplingState.create(config.max_slots))
 
 
-def _state_shardings(model: ModelConfig, state: ServingState, mesh: Mesh) -> ServingState:
+def state_shardings(model: ModelConfig, state: ServingState, mesh: Mesh) -> ServingState:
     everywhere = jax.tree.map(lambda _: replicated(mesh), state)
     entries = {kind: cache_sharding(model, mesh) for kind in state.cache.entries}
     cache = KVCache(entries, everywhere.cache.scales, state.cache.format)

@@ -41,8 +41,8 @@ class Scheduler:
         return self.config.num_pages - sum(map(self.held, self.running))
 
     def admit(self) -> list[Request]:
-        """Requests that get a slot now, in order of arrival: the head of the queue waits until it fits, and leaves a page
-        for every running request to grow into."""
+        """Requests that get a slot now, in order of arrival: the head of the queue waits until it fits, and leaves a
+        page for every running request to grow into."""
         admitted = []
         free = self.free_pages - len(self.running)
         while self.waiting and self.free_slots:

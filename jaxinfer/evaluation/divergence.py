@@ -1,4 +1,4 @@
-"""How far one precision's next-token distributions lie from another's on the same text: KL divergence and top-1 agreement.
+"""How far one precision's next-token distributions lie from another's on the same text: KL and top-1 agreement.
 
 More telling than scores: every token of every answer counts, and a difference shows before it changes an answer.
 """
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.special
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxinfer.cache.kv import KVCache
@@ -78,8 +79,8 @@ def answer_logits(
 def divergence(
     reference: Float[np.ndarray, "answers V"], candidate: Float[np.ndarray, "answers V"]
 ) -> dict[str, float]:
-    """`kl`: mean of KL(reference || candidate) in nats; `top1_agreement`: share of places with the same likeliest token."""
-    p, q = (np.asarray(jax.nn.log_softmax(jnp.asarray(a, jnp.float32), axis=-1), np.float64) for a in (reference, candidate))
+    """`kl`: mean KL(reference || candidate), nats; `top1_agreement`: share of places with the same likeliest token."""
+    p, q = (scipy.special.log_softmax(a.astype(np.float64), axis=-1) for a in (reference, candidate))
     return {
         "kl": float((np.exp(p) * (p - q)).sum(axis=-1).mean()),
         "top1_agreement": float((reference.argmax(-1) == candidate.argmax(-1)).mean()),

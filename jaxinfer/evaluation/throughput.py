@@ -14,7 +14,7 @@ from jaxinfer.engine import Engine, SamplingParams
 
 @dataclass(frozen=True)
 class DecodeRun:
-    """`step_seconds`: wall time of each engine step of the run, in which each of `concurrency` requests got one token."""
+    """`step_seconds`: wall time of each engine step of the run; each of `concurrency` requests got one token in it."""
 
     concurrency: int
     step_seconds: Float[np.ndarray, " steps"]

@@ -68,7 +68,7 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype):
         self.config = config
         self.embedding = parameter(
-            rngs, dtype, ("vocab_rows", "embed_columns"), (config.vocab, config.hidden), init="embed"
+            rngs, dtype, ("vocab", "embed"), (config.vocab, config.hidden), init="embed"
         )
         self.dense = Block(config.dense_layers, config, False, rngs, dtype) if config.dense_layers else None
         self.sparse = Block(config.moe_layers, config, True, rngs, dtype) if config.moe_layers else None

@@ -11,7 +11,7 @@ from jaxinfer.models.decoder import Params, parameter_specs
 from jaxinfer.models.parameter import ParameterSpec
 from jaxinfer.quantization.tensor import QuantizedTensor
 
-RULES = {"heads": "tp", "kv_heads": "tp", "mlp": "tp", "expert_mlp": "tp", "vocab": "tp", "embed_columns": "tp"}
+RULES = {"heads": "tp", "kv_heads": "tp", "mlp": "tp", "expert_mlp": "tp", "vocab": "tp"}
 """Logical axis to mesh axis; those not named are replicated."""
 
 

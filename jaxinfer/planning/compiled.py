@@ -23,9 +23,9 @@ def compile_step(model: ModelConfig, engine: EngineConfig, mesh: Mesh, prefill: 
 
     UserError where the compiler is missing; jax.errors.JaxRuntimeError where XLA fails.
     """
-    create = functools.partial(programs._create_state, model, engine, None)
+    create = functools.partial(programs.create_state, model, engine, None)
     shapes = jax.eval_shape(create)
-    places = programs._state_shardings(model, shapes, mesh)
+    places = programs.state_shardings(model, shapes, mesh)
     params = abstract_params(model, engine.precision.weights)
     step = functools.partial(steps.prefill_step if prefill else steps.decode_step, model, jnp.bfloat16, engine.logprobs)
     jitted = jax.jit(step, donate_argnums=1, out_shardings=(places, replicated(mesh)))

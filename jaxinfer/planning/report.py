@@ -48,11 +48,18 @@ def plan(
     capacities = {name: Capacity.of(described, p, kind, devices) for name, p in phases.items()}
     if compile:
         check_compilable(described, kind, phases, capacities, context)
-    command = (
-        f"python -m jaxinfer.run plan --model {model} --devices {devices} --gpu {gpu} --context {context} "
-        f"--prefill-weights {prefill_weights} --prefill-kv {prefill_kv} "
-        f"--decode-weights {decode_weights} --decode-kv {decode_kv}{' --compile' * compile}"
-    )
+    options = {
+        "model": model,
+        "devices": devices,
+        "gpu": gpu,
+        "prefill-weights": prefill_weights,
+        "prefill-kv": prefill_kv,
+        "decode-weights": decode_weights,
+        "decode-kv": decode_kv,
+        "context": context,
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    command = ["python", "-m", "jaxinfer.run", "plan", *words, *["--compile"] * compile]
     settings = {"model": described.name, "gpu": kind.name, "devices": devices, "context": context, "usable": USABLE}
     meta = run_meta(command, seed=0, samples=0, precision={n: str(p) for n, p in phases.items()}, **settings)
     tables = [

@@ -10,7 +10,6 @@ Decode at 8 or 16 heads a GPU (MLA) is bound by bytes; at 64 heads MLA does 240 
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped
 
@@ -89,7 +88,7 @@ def gqa_attention(
 
     def kernel(query, keys, values, layer, page_table, lengths, positions, key_scale, value_scale, interpret):
         kv_heads = keys.shape[-1] // query.shape[-1]
-        tuning = gqa_tuning(query.shape[1] * query.shape[2] // kv_heads, query.shape[-1])
+        tuning = gqa_tuning(query.shape[1] * query.shape[2] // kv_heads, query.shape[-1], keys.dtype)
         launch = partial(triton.gqa_attention, softmax_scale=softmax_scale, tuning=tuning, interpret=interpret)
         limits = _limits(lengths, positions)
         return launch(query, keys, values, layer, page_table, limits, key_scale, value_scale)
@@ -98,13 +97,18 @@ def gqa_attention(
 
 
 def mla_tuning(rows: int, dtype) -> Tuning:
-    """Launch parameters for so many query rows (tokens times heads) a sequence."""
-    return Tuning(rows=16, warps=8, stages=3)
+    """Launch parameters for so many query rows (tokens times heads) a sequence: the tallest blocks without a spill."""
+    return Tuning(16 if rows <= 16 or dtype == jnp.uint8 else 32, tile=64, warps=8, depth=2)
 
 
-def gqa_tuning(rows: int, head: int) -> Tuning:
+def gqa_tuning(rows: int, head: int, dtype) -> Tuning:
     """Launch parameters for so many query rows (tokens times group) a sequence and key-value head."""
-    return Tuning(rows=16, warps=4, stages=3)
+    tile = 128 if head <= 64 else 64 if head <= 128 else 32
+    if rows <= 16:
+        return Tuning(16, tile, warps=4, depth=3)
+    if rows <= 32:
+        return Tuning(32, tile, warps=4 if dtype == jnp.uint8 else 8, depth=3)
+    return Tuning(64, min(tile, 64), warps=4, depth=2) if rows <= 64 else Tuning(128, min(tile, 64), warps=8, depth=2)
 
 
 def _limits(lengths, positions):

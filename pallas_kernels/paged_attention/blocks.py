@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 PIECES = 264  # two for each of an H200's 132 multiprocessors, so that a long last one weighs half
-UNSPLIT = 2 * PIECES  # with as many blocks, the blocks alone are work enough
 
 
 def cut(
@@ -52,13 +51,13 @@ class Pieces:
     count: Int32[Array, " N"]
 
 
-def split(tiles: Int32[Array, " N"]) -> Pieces:
-    """`tiles` of each block in pieces of one size, about PIECES of them: W = N + PIECES hold every mix of lengths."""
+def split(tiles: Int32[Array, " N"], wanted: int = PIECES) -> Pieces:
+    """`tiles` of each block in pieces of one size, about `wanted`: W = N + wanted hold every mix of lengths."""
     blocks = tiles.shape[0]
-    size = jnp.maximum(-(-tiles.sum() // PIECES), 1)
+    size = jnp.maximum(-(-tiles.sum() // wanted), 1)
     count = -(-tiles // size)
     end = jnp.cumsum(count)
-    piece = jnp.arange(blocks + PIECES, dtype=jnp.int32)
+    piece = jnp.arange(blocks + wanted, dtype=jnp.int32)
     block = (piece[:, None] >= end[None, :]).sum(axis=1).astype(jnp.int32)
     own = jnp.minimum(block, blocks - 1)
     first = (piece - (end - count)[own]) * size

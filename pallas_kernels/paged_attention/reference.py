@@ -43,17 +43,22 @@ def gqa_attention(
     lengths: Int32[Array, " B"],
     positions: Int32[Array, "B T"],
     *,
-    key_scale: Float[Array, ""],
-    value_scale: Float[Array, ""],
+    key_scale: Float[Array, "..."],
+    value_scale: Float[Array, "..."],
     softmax_scale: float,
 ) -> Float[Array, "B T H head"]:
-    """Grouped-query attention: query head h reads key-value head h // (H / kv_heads). Padding as in `mla_attention`."""
+    """Grouped-query attention: query head h reads key-value head h // (H / kv_heads). Padding as in `mla_attention`.
+    Scales are one number each, or pools `[L, pages, page_size, kv_heads]` of one an entry."""
     head = query.shape[-1]
 
     def keys_and_values(pages, valid):
-        split = lambda a: a.reshape(*a.shape[:2], -1, head)  # noqa: E731
-        keys = split(_gather(key_pool, layer, pages, valid, key_scale))
-        return keys, split(_gather(value_pool, layer, pages, valid, value_scale))
+        return gather(key_pool, key_scale, pages, valid), gather(value_pool, value_scale, pages, valid)
+
+    def gather(pool, scale, pages, valid):
+        if scale.ndim == 0:
+            return _gather(pool, layer, pages, valid, scale).reshape(*valid.shape, -1, head)
+        values = _gather(pool, layer, pages, valid, 1).reshape(*valid.shape, -1, head)
+        return values * _gather(scale, layer, pages, valid, 1)[..., None]
 
     kv_heads = key_pool.shape[3] // head
     return _attend(
@@ -68,8 +73,9 @@ def _gather(pool, layer, pages, valid, scale):
 
 
 def _as_float32(stored):
-    """The values that a pool's bits stand for. E4M3 is put together from its fields, which the CPU does twice as fast as
-    its own conversion: as float32 with the exponent moved by 120, subnormals (mantissa m, no leading one) as 2x - 2^-6."""
+    """The values that a pool's bits stand for. E4M3 is put together from its fields, which the CPU does twice as fast
+    as its own conversion: as float32 with the exponent moved by 120, subnormals (mantissa m, no leading one) as
+    2x - 2^-6."""
     if stored.dtype == jnp.uint16:
         return jax.lax.bitcast_convert_type(stored, jnp.bfloat16).astype(jnp.float32)
     if stored.dtype != jnp.uint8:

@@ -1,6 +1,6 @@
 """Paged attention as Pallas Triton kernels: one program a piece of a block of query rows (see `blocks`).
 
-A program walks its tiles of 64 tokens: looks up their pages, loads their entries (masked by length, so that nothing
+A program walks its tiles of tokens: looks up their pages, loads their entries (masked by length, so that nothing
 outside it is read), converts e4m3 to float16 once, multiplies on the tensor cores and keeps an online softmax in
 float32. The score of a row is dot(row, key) * factor, with everything that scales (softmax scale, key scale, log2 e and
 the row's own magnitude, which is divided out so that float16 can't overflow) in that one float32 factor.
@@ -19,18 +19,24 @@ from pallas_kernels.paged_attention import blocks
 from pallas_kernels.paged_attention.blocks import Pieces
 from pallas_kernels.triton_primitives import widen_e4m3
 
-TILE = 64  # tokens
 NEGATIVE = -1e30
 LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Rows of a block, and launch parameters."""
+    """Rows of a block, tokens of a tile, warps of a program, and how many tiles it keeps in flight."""
 
     rows: int
+    tile: int
     warps: int
-    stages: int
+    depth: int
+
+    def stages(self, dtype, page_size: int) -> int:
+        """Triton's number of stages for that depth. Where tiles wait for page numbers that are loaded like them, and
+        where they are converted, it spends two a tile."""
+        twice = dtype == jnp.uint8 or page_size < self.tile
+        return self.depth * (2 if twice else 1) + 1
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,7 @@ class _Layout:
     blocks: int
     blocks_a_head: int
     page_size: int
+    tile: int
     key_width: tuple[int, ...]  # the query's parts, each a power of two
     value_width: int
 
@@ -117,11 +124,16 @@ def _attend(tile, query, pools, layer, page_table, limits, factor, kv_heads, par
     rows, factors = (rows / largest[..., None]).astype(dtype), largest * (factor * LOG2_E)
     page_size = pools[0].shape[2]
     # Whole tiles of pages, so that the look-up of a tile never leaves the table.
-    table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % max(TILE // page_size, 1))), constant_values=-1)
-    layout = _Layout(kv_heads, len(limit), len(limit) // (len(table) * kv_heads), page_size, parts, value_width)
+    spare = -page_table.shape[1] % max(tuning.tile // page_size, 1)
+    table = jnp.pad(page_table, ((0, 0), (0, spare)), constant_values=-1)
+    a_head = len(limit) // (len(table) * kv_heads)
+    layout = _Layout(kv_heads, len(limit), a_head, page_size, tuning.tile, parts, value_width)
     seen = limit.max(axis=1)
-    is_split = layout.blocks < blocks.UNSPLIT
-    pieces = (blocks.split if is_split else blocks.whole)(-(-seen // TILE))
+    tiles = -(-seen // tuning.tile)
+    # The interpreter takes its programs one by one: few pieces show it all there is.
+    wanted = 4 if interpret else blocks.PIECES
+    is_split = layout.blocks < 2 * wanted
+    pieces = blocks.split(tiles, wanted) if is_split else blocks.whole(tiles)
     operands = (layer.reshape(1), pieces.block, pieces.first, pieces.last, rows, limit, seen, factors, table, *pools)
     out = _run_pieces(tile, operands, layout, is_split, tuning, interpret)
     if is_split:
@@ -130,7 +142,8 @@ def _attend(tile, query, pools, layer, page_table, limits, factor, kv_heads, par
 
 
 def _run_pieces(tile, operands, layout: _Layout, is_split: bool, tuning: Tuning, interpret: bool):
-    pieces = operands[1].shape[0]
+    pieces, pool = operands[1].shape[0], operands[9]
+    stages = tuning.stages(pool.dtype, layout.page_size)
     shapes = [(tuning.rows, layout.value_width)] + [(tuning.rows,)] * 2 * is_split
     return pl.pallas_call(
         partial(_piece, tile=tile, layout=layout, is_split=is_split),
@@ -138,7 +151,7 @@ def _run_pieces(tile, operands, layout: _Layout, is_split: bool, tuning: Tuning,
         in_specs=[_whole(operand) for operand in operands],
         out_specs=[_own(shape) for shape in shapes],
         out_shape=[jax.ShapeDtypeStruct((pieces, *shape), jnp.float32) for shape in shapes],
-        compiler_params=plgpu.CompilerParams(num_warps=tuning.warps, num_stages=tuning.stages),
+        compiler_params=plgpu.CompilerParams(num_warps=tuning.warps, num_stages=stages),
         interpret=interpret,
         name=f"paged{tile.__name__.removesuffix('_tile')}",
     )(*operands)
@@ -167,8 +180,8 @@ def _piece(
 
     def body(index, carry):
         peak, total, out = carry
-        tokens = index * TILE + jnp.arange(TILE, dtype=jnp.int32)
-        load = _loader(layer[0], table, sequence, tokens, index, count, layout.page_size)
+        load = _loader(layer[0], table, sequence, index, count, layout)
+        tokens = load.tokens
         scores, values, weight = tile(load, query, pools, layout, kv_head)
         shown = load.there[None, :] & (tokens[None, :] < limits[:, None])
         scores = jnp.where(shown, scores * factors[:, None], NEGATIVE)
@@ -196,25 +209,28 @@ class _loader:
     """Loads a tile's entries from a pool: zero where `there` is false, which is past the sequence's end (`count`) and
     where the table has no page."""
 
-    def __init__(self, layer, table, sequence, tokens, index, count, page_size: int):
-        self.layer = layer
-        if page_size == TILE:
-            page = table[sequence, index]
-            self.pages, self.offsets = jnp.maximum(page, 0), jnp.arange(TILE, dtype=jnp.int32)
-            self.there = (tokens < count) & (page >= 0)
+    def __init__(self, layer, table, sequence, index, count, layout: _Layout):
+        self.layer, self.tile = layer, layout.tile
+        within = jnp.arange(layout.tile, dtype=jnp.int32)
+        self.tokens = index * layout.tile + within
+        inside = self.tokens < count
+        if layout.page_size % layout.tile == 0:
+            first = index * layout.tile
+            page = table[sequence, first // layout.page_size]
+            self.pages, self.offsets = jnp.maximum(page, 0), first % layout.page_size + within
+            self.there = inside & (page >= 0)
         else:
-            inside = tokens < count
-            pages = plgpu.load(table.at[sequence, tokens // page_size], mask=inside, other=-1)
-            self.pages, self.offsets = jnp.maximum(pages, 0)[:, None], tokens % page_size
+            pages = plgpu.load(table.at[sequence, self.tokens // layout.page_size], mask=inside, other=-1)
+            self.pages, self.offsets = jnp.maximum(pages, 0)[:, None], self.tokens % layout.page_size
             self.there = inside & (pages >= 0)
 
     def __call__(self, pool, first, width: int):
-        """Columns `first` .. `first + width` as values, `[TILE, width]`; of a pool of scales `[TILE]`."""
+        """Columns `first` .. `first + width` as values, `[tile, width]`; of a pool of scales `[tile]`."""
         if width == 1:
             pages = self.pages if self.pages.ndim == 0 else self.pages[:, 0]
             return plgpu.load(pool.at[self.layer, pages, self.offsets, first], mask=self.there, other=0)
         columns = first + jnp.arange(width, dtype=jnp.int32)[None, :]
-        mask = jnp.broadcast_to(self.there[:, None], (TILE, width))
+        mask = jnp.broadcast_to(self.there[:, None], (self.tile, width))
         stored = plgpu.load(pool.at[self.layer, self.pages, self.offsets[:, None], columns], mask=mask, other=0)
         return widen_e4m3(stored) if stored.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(stored, jnp.bfloat16)
 
@@ -222,7 +238,7 @@ class _loader:
 def _combine(out, peak, total, limit, pieces: Pieces, interpret: bool) -> Float[Array, "N block width"]:
     """Sum of the pieces' results, each weighted by 2^(its peak - the highest)."""
     (_, height, width), count = out.shape, limit.shape[0]
-    columns = min(width, 128)
+    columns = min(width, 4096 // height)  # 32 numbers a thread: more of them would spill
     operands = (pieces.start, pieces.count, limit, out, peak, total)
     return pl.pallas_call(
         _combine_kernel,

@@ -125,8 +125,8 @@ def test_later_tokens_change_nothing(case):
 
 @pytest.mark.parametrize("case", ["mla", "gqa"], indirect=True)
 def test_fp8_pages_are_read_with_their_scales(case):
-    """Fault 12. A scale that holds all entries keeps the logits near, one at which all of them saturate does not. Near in
-    the mean: where rounding sends a token to another expert, its logits move far."""
+    """Fault 12. A scale that holds all entries keeps the logits near, one at which all of them saturate does not. Near
+    in the mean: where rounding sends a token to another expert, its logits move far."""
 
     def difference(scale: float) -> float:
         scales = {kind: jnp.full(case.config.layers, scale) for kind in case.config.attention.entries}

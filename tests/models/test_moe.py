@@ -29,7 +29,15 @@ def config(top_k: int = TOP_K, shared: int = 1) -> ModelConfig:
 
 
 def make(top_k: int = TOP_K, shared: int = 1) -> MoE:
-    return MoE(LAYERS, config(top_k, shared), nnx.Rngs(0), jnp.float32)
+    """Random weights, drawn by numpy, which has nothing to compile."""
+    rng = np.random.default_rng(0)
+    module = nnx.eval_shape(lambda: MoE(LAYERS, config(top_k, shared), nnx.Rngs(0), jnp.float32))
+    graph, abstract = nnx.split(module)
+
+    def draw(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(leaf.shape) / np.sqrt(leaf.shape[-2]), leaf.dtype)
+
+    return nnx.merge(graph, jax.tree.map(draw, abstract))
 
 
 serve_jit = nnx.jit(lambda moe, x, valid: moe(x, LAYER, valid))

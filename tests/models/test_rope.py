@@ -50,8 +50,8 @@ def heads(seed: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
     return rng.standard_normal((2, 7, 3, dim)).astype(np.float32), rng.integers(0, 1000, (2, 7)).astype(np.int32)
 
 
-# An angle of up to 1000 radians has a float32 error of up to 1000 * 2^-23 (the frequency's rounding and the product's), and
-# no value is beyond 4.
+# An angle of up to 1000 radians has a float32 error of up to 1000 * 2^-23 (the frequency's rounding and the product's),
+# and no value is beyond 4.
 TOLERANCE = 4 * 1000 * 2.0**-23
 
 

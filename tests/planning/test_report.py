@@ -129,12 +129,12 @@ def test_what_cannot_be_compiled_is_one_line(monkeypatch, changes, message):
 @needs_compiler
 @pytest.mark.parametrize("prefill", [False, True])
 def test_compiled_arguments_are_the_arithmetic(prefill):
-    """Kimi K2.6 with 4 of its layers: what XLA counts is weights and pool, and a few page tables."""
-    model = PlannedModel(PRESETS["kimi-k2.6"].replace(layers=4))
-    precision, context = Precision.parse("int4:g32", "fp8_e4m3"), 8192
-    capacity = Capacity.of(model, precision, GPU.find("h200"), 8, share=0.1)
-    engine = engine_config(precision, capacity, 8, context)
+    """What XLA counts is weights and pool, and page tables and the like; the pool is changed in place."""
+    model, precision = PlannedModel.find("tiny"), Precision.parse("int4:g32", "fp8_e4m3")
+    whole = Capacity.of(model, precision, GPU.find("h200"), 8)
+    capacity = Capacity(whole.weights + 10**9, whole.weights, whole.per_token)
+    engine = engine_config(precision, capacity, 8, context=256)
     memory = compile_step(model.config, engine, deviceless.mesh(8, "tp"), prefill).memory()
     pool = engine.num_pages * engine.page_size * capacity.per_token
-    assert 0 <= memory["argument"] - capacity.weights - pool < 8e6
-    assert pool <= memory["alias"] < pool + 8e6
+    assert 0 <= memory["argument"] - capacity.weights - pool < 2e6
+    assert pool <= memory["alias"] < pool + 2e6

@@ -1,0 +1,113 @@
+"""W4A16 products as one Pallas Triton kernel: blocks of rows, each times the matrix of its group.
+
+A program makes the products of up to `rows` rows with `columns` outputs, over all inputs or one of `splits` parts of
+them. The weights are the left operand (outputs by inputs): they go from shared memory to registers, become bfloat16
+there (one logic operation, one subtraction and one multiplication by the scale for two weights) and feed the tensor
+cores from registers; the activations, few rows, are the right operand in shared memory.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int32, UInt16
+
+from pallas_kernels.grouped_matmul.blocks import RowBlocks
+from pallas_kernels.triton_primitives import nibble
+from pallas_kernels.w4a16_matmul.layout import BLOCK, CHUNK, PLANES, WORDS, by_plane
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Rows and outputs of a program, parts that the inputs are split in, and launch parameters."""
+
+    rows: int
+    columns: int
+    splits: int
+    warps: int
+    stages: int
+
+
+def block_matmul(
+    x: Float[Array, "A K"],
+    words: UInt16[Array, "L E K/32 N*8"],
+    scale: Float[Array, "L E K/group N"],
+    layer: Int32[Array, ""],
+    blocks: RowBlocks,
+    tuning: Tuning,
+    interpret: bool,
+) -> Float[Array, "A N"]:
+    """Rows of each block times its group's matrix, in the type of `x`. Rows in no block are left undefined."""
+    rows, inputs = x.shape
+    outputs = scale.shape[-1]
+    shape = (tuning.splits, rows, outputs)
+    operands = (layer.reshape(1), blocks.group, blocks.first, blocks.last, by_plane(x), words, scale)
+    parts = pl.pallas_call(
+        partial(_kernel, inputs=inputs, group=inputs // scale.shape[-2], tuning=tuning),
+        grid=(blocks.group.shape[0], -(-outputs // tuning.columns), tuning.splits),
+        in_specs=[_whole(operand.shape) for operand in operands],
+        out_specs=_whole(shape),
+        out_shape=jax.ShapeDtypeStruct(shape, jnp.float32 if tuning.splits > 1 else x.dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=tuning.warps, num_stages=tuning.stages),
+        interpret=interpret,
+        name="w4a16",
+    )(*operands)
+    return parts.sum(axis=0).astype(x.dtype) if tuning.splits > 1 else parts[0]
+
+
+def _whole(shape: tuple[int, ...]) -> pl.BlockSpec:
+    return pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
+
+
+def _kernel(layer, group_of, first_of, last_of, x, words, scale, out, *, inputs: int, group: int, tuning: Tuning):
+    block, split = pl.program_id(0), pl.program_id(2)
+    first, last = first_of[block], last_of[block]
+    outputs = scale.shape[-1]
+    column = pl.program_id(1) * tuning.columns + jnp.arange(tuning.columns, dtype=jnp.int32)[:, None]
+    row = first + jnp.arange(tuning.rows, dtype=jnp.int32)[:, None]
+    load = partial(_weights, words, scale, layer[0], group_of[block], column, inputs=inputs, group=group)
+
+    def body(chunk, total):
+        planes = load(chunk, dtype=x.dtype)
+        for j, weights in enumerate(planes):
+            place = chunk * CHUNK + j * (CHUNK // PLANES) + jnp.arange(CHUNK // PLANES, dtype=jnp.int32)[None, :]
+            mask = jnp.broadcast_to(row < last, (tuning.rows, CHUNK // PLANES))
+            total += plgpu.dot(weights, plgpu.load(x.at[row, place], mask=mask, other=0.0).T)
+        return total
+
+    chunks = -(-inputs // CHUNK)
+    share = -(-chunks // tuning.splits)
+    start = split * jnp.int32(share)
+    stop = jnp.where(last > first, jnp.minimum(start + share, chunks), start)  # a block with no rows reads nothing
+    total = lax.fori_loop(start, stop, body, jnp.zeros((tuning.columns, tuning.rows), jnp.float32))
+    inside = (row < last) & (outputs > column.T)
+    plgpu.store(out.at[split, row, column.T], total.T.astype(out.dtype), mask=inside)
+
+
+def _weights(words, scale, layer, expert, column, chunk, *, inputs: int, group: int, dtype):
+    """The four planes of a chunk's weights, each `[columns, 64]`, scaled."""
+    columns, width = column.shape[0], CHUNK // PLANES
+    word = jnp.arange(width, dtype=jnp.int32)[None, :]
+    # lax.div and lax.rem, not // and %, whose rounding hides from Triton that eight words lie together.
+    block = chunk * (CHUNK // BLOCK) + lax.div(word, jnp.int32(WORDS))
+    part = chunk * (CHUNK // group) + jnp.arange(CHUNK // group, dtype=jnp.int32)[None, :]
+    inside = column < scale.shape[-1]
+    ragged = inputs % CHUNK or scale.shape[-1] % columns
+    masked = lambda place, limit: jnp.broadcast_to(inside & (place < limit), (columns, place.shape[1]))  # noqa: E731
+    bits = plgpu.load(
+        words.at[layer, expert, block, column * WORDS + lax.rem(word, jnp.int32(WORDS))],
+        mask=masked(block, inputs // BLOCK) if ragged else None,
+        other=0 if ragged else None,
+    )
+    steps = plgpu.load(
+        scale.at[layer, expert, part, column],
+        mask=masked(part, inputs // group) if ragged else None,
+        other=0.0 if ragged else None,
+    )
+    steps = jnp.broadcast_to(steps.astype(dtype)[:, :, None], (columns, CHUNK // group, width // (CHUNK // group)))
+    steps = steps.reshape(columns, width)
+    return [nibble(bits, j, dtype) * steps for j in range(PLANES)]
