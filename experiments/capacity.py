@@ -1,21 +1,19 @@
 """Tables `capacity-kimi` and `capacity-glm`: what first principles give beside the published capacity figures.
 
-    python -m experiments.capacity --out experiments/results
+    python -m jaxinfer.run ablation --tables capacity-kimi,capacity-glm --out experiments/results
 
 Nothing here is fitted. The one number taken from a published figure, the share of an H200's memory that Kimi K2.6's
 686,000 tokens imply, has a row of its own, and each row that uses it says so.
 """
 
-import argparse
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
+from experiments.ablation import Ablation
 from jaxinfer.config import Precision
-from jaxinfer.errors import UserError
-from jaxinfer.evaluation.table import Table, draw_bars, run_meta, write
+from jaxinfer.evaluation.table import Table, draw_bars, run_meta
 from jaxinfer.planning.capacity import USABLE, Capacity, Weight, kv_bytes_per_token, total
 from jaxinfer.planning.capacity import weights as placed
 from jaxinfer.planning.gpus import GPU
@@ -191,23 +189,16 @@ def draw_differences(figure: Figure, table: Table) -> None:
     draw_bars(axis, [r["difference_percent"] for r in rows], "difference from the published figure, %")
 
 
-def main(out: Path) -> list[Table]:
-    """Both tables, written to `out` as JSON, Markdown and a picture."""
-    command = "python -m experiments.capacity --out experiments/results"
-    tables = []
-    for model, rows in ((KIMI, kimi_rows), (GLM, glm_rows)):
-        name = model.name.partition("-")[0]
-        meta = run_meta(command, seed=0, samples=0, model=model.name, gpu=H200.name, devices=DEVICES)
-        table = Table(f"capacity-{name}", list(rows()), meta, f"Capacity of {model.name} on 8 x H200", NOTES)
-        write(table, out, draw_differences)
-        tables.append(table)
-    return tables
+def capacity_kimi(ablation: Ablation) -> Table:
+    """Kimi K2.6: KV tokens and concurrency."""
+    return _table("capacity-kimi", KIMI, kimi_rows(), ablation.command)
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Write the tables capacity-kimi and capacity-glm.")
-    parser.add_argument("--out", type=Path, default=Path("experiments/results"), help="folder for the tables")
-    try:
-        main(parser.parse_args().out)
-    except UserError as error:
-        parser.error(str(error))
+def capacity_glm(ablation: Ablation) -> Table:
+    """GLM-5.2: checkpoint and GPU memory, the tokens that INT4 makes room for, decode at concurrency 1."""
+    return _table("capacity-glm", GLM, glm_rows(), ablation.command)
+
+
+def _table(name: str, model: PlannedModel, rows: Iterable[dict[str, Any]], command: str) -> Table:
+    meta = run_meta(command, seed=0, samples=0, model=model.name, gpu=H200.name, devices=DEVICES)
+    return Table(name, list(rows), meta, f"Capacity of {model.name} on 8 x H200", NOTES, draw_differences)

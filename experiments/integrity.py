@@ -15,7 +15,7 @@ PRECISION = Precision.parse("bf16", "fp8_e4m3")
 PAPER = {"throughput_change": "under 1%", "p95_latency_change": "under 1%"}
 
 
-def table(ablation: Ablation) -> Table:
+def integrity(ablation: Ablation) -> Table:
     """Throughput and latency with the check and without, and the check's own time."""
     engines = {level: ablation.engine(PRECISION, verify=verify) for level, verify in LEVELS.items()}
     rows = []

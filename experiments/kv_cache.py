@@ -13,7 +13,7 @@ PAPER = {
 """Published for Kimi K2.6 on H200: tokens that fit one GPU's KV memory, scores in percent."""
 
 
-def table(ablation: Ablation) -> Table:
+def kv_cache(ablation: Ablation) -> Table:
     """Quality, capacity and decode speed of each KV format."""
     precisions = {kv: Precision.parse("bf16", kv) for kv in FORMATS}
     engines = {kv: ablation.engine(precision) for kv, precision in precisions.items()}

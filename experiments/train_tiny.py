@@ -15,7 +15,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -25,24 +25,25 @@ import numpy as np
 
 from jaxinfer.evaluation.tasks import TASKS, Example, Task, is_held_out
 from jaxinfer.evaluation.tasks.retrieval import KEYS, Retrieval
-from jaxinfer.text.tokenizer import END, Tokenizer
+from jaxinfer.text.tokenizer import ASSISTANT, BOS, END, Tokenizer
 
 PROMPT_WEIGHT = 0.1  # of a prompt token in the loss; an answer token has 1 or more
 BIAS_STEP = 1e-3  # of the router's balancing bias (DeepSeek-V3, section 2.1.2)
 VOCABULARY = 1024
 CAPACITY_FACTOR = 1.25  # room of an expert, of its even share; what exceeds it is dropped, in training only
 SNAPSHOT_SECONDS = 300
-# Share of the answer-bearing examples; retrieval asks several questions of one text to learn more from it.
+ECHO_SHARE = 0.25  # of the examples of a batch; see `echo`
+# Share of the other examples; retrieval asks several questions of one text to learn more from it.
 MIXTURE: dict[str, float] = {
-    "arithmetic": 0.34,
-    "choice": 0.22,
-    "tool_call": 0.12,
-    "code": 0.16,
-    "retrieval": 0.08,
+    "arithmetic": 0.36,
+    "choice": 0.24,
+    "tool_call": 0.16,
+    "code": 0.06,
+    "retrieval": 0.10,
     "session": 0.08,
 }
 TRAINERS: dict[str, Task] = {**TASKS, "retrieval": Retrieval(queries=8)}
-TASK_NAMES = tuple(TASKS)
+TASK_NAMES = (*TASKS, "echo")  # what is counted in the log
 
 
 # ---- data ----
@@ -50,7 +51,7 @@ TASK_NAMES = tuple(TASKS)
 
 def curriculum(progress: float) -> dict[str, float]:
     """Difficulty of each task at `progress` in [0, 1]: short retrieval and small numbers come first."""
-    return dict.fromkeys(TASK_NAMES, 1.0) | {
+    return dict.fromkeys(TASKS, 1.0) | {
         "retrieval": float(np.clip(0.06 + 1.9 * (progress - 0.08), 0.06, 1.0)),
         "arithmetic": float(np.clip(0.35 + 1.6 * progress, 0.35, 1.0)),
     }
@@ -92,6 +93,16 @@ def encode(example: Example, tokenizer: Tokenizer) -> Encoded:
     return Encoded(np.array(tokens, np.int32), np.array(answer, np.float32), TASK_NAMES.index(example.task))
 
 
+def echo(rng: np.random.Generator, vocabulary: int, marks: Sequence[int]) -> Encoded:
+    """Random tokens, and the same again: nothing teaches a small model faster to copy from what it was given, which
+    most of an answer is. `marks`: the tokens that stand before, between and after."""
+    first, between, last = marks
+    said = rng.integers(max(marks) + 1, vocabulary, int(rng.integers(4, 48)))
+    tokens = np.concatenate([[first], said, [between], said, [last]]).astype(np.int32)
+    answer = (np.arange(len(tokens)) >= len(said) + 2).astype(np.float32)
+    return Encoded(tokens, answer, TASK_NAMES.index("echo"))
+
+
 class Batch(NamedTuple):
     """Packed rows [rows, length]: inputs, targets and weights, place in and number of the example, task."""
 
@@ -126,9 +137,9 @@ def pack(stream: Iterator[Encoded], rows: int, length: int, pad: int, look: int 
 
     A row is closed after `look` examples in succession that did not fit; those are left for the next row.
     """
-    batch, waiting = Batch.empty(rows, length, pad), []
+    batch, waiting = Batch.empty(rows, length, pad), list[Encoded]()
     for row in range(rows):
-        at, segment, missed = 0, 0, []
+        at, segment, missed = 0, 0, list[Encoded]()
         while at < length and len(missed) < look:
             item = waiting.pop(0) if waiting else next(stream)
             n = len(item.tokens) - 1
@@ -146,10 +157,14 @@ def batches(tokenizer: Tokenizer, seed: int, progress: Callable[[], float], toke
     """Endless batches of `tokens` tokens; more and more of them in long rows with far retrieval first."""
     rng = np.random.default_rng(seed)
 
-    def stream(mixture: Mapping[str, float]) -> Iterator[Encoded]:
-        return (encode(example, tokenizer) for example in training_examples(rng, progress, mixture))
+    def stream(mixture: Mapping[str, float], echoes: float = 0.0) -> Iterator[Encoded]:
+        for example in training_examples(rng, progress, mixture):
+            while rng.random() < echoes:
+                yield echo(rng, VOCABULARY, marks)
+            yield encode(example, tokenizer)
 
-    every, long = stream(MIXTURE), stream({"retrieval": 1.0})
+    marks = [tokenizer.encode(mark, special=True)[0] for mark in (BOS, ASSISTANT, END)]
+    every, long = stream(MIXTURE, ECHO_SHARE), stream({"retrieval": 1.0})
     while True:
         is_long = rng.random() < 0.35 * min(1.0, max(0.0, (progress() - 0.15) / 0.3))
         length = 1024 if is_long else 256
@@ -286,7 +301,7 @@ def save_arrays(path: Path, tree: Any) -> None:
     leaves = {path_name(keys): np.asarray(leaf) for keys, leaf in jax.tree_util.tree_leaves_with_path(tree)}
     unfinished = path.with_name(path.name + ".unfinished")
     with unfinished.open("wb") as file:
-        np.savez(file, **leaves)
+        np.savez(file, **leaves)  # type: ignore[arg-type]
     os.replace(unfinished, path)
 
 
@@ -311,8 +326,11 @@ def load_arrays(path: Path, like: Any) -> Any:
 class Log:
     """Sums metrics between lines and appends the lines to `train_log.jsonl` and the terminal."""
 
-    def __init__(self, path: Path):
-        self._path, self._sums, self._n = path, {}, 0
+    def __init__(self, path: Path, steps: int):
+        """Goes on after `steps` steps; lines of later ones, which a killed run had written, are dropped."""
+        kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= steps] if steps else []
+        path.write_text("".join(f"{line}\n" for line in kept))
+        self._path, self._sums, self._n = path, dict[str, np.ndarray](), 0
 
     def add(self, metrics: Mapping[str, Any]) -> None:
         """Add the metrics of one step."""
@@ -370,7 +388,7 @@ def train(
     def progress() -> float:
         return min(1.0, (time.monotonic() - started) / budget)
 
-    log = Log(out / "train_log.jsonl")
+    log = Log(out / "train_log.jsonl", run["step"])
     # A resumed run draws fresh examples, not the ones it has seen.
     for batch in prefetched(batches(tokenizer, seed + 7919 * run["step"], progress, batch_tokens)):
         at = progress()

@@ -14,7 +14,7 @@ PAPER = {
 """Published for GLM 5.2 on 8 x H200: checkpoint size, scores in percent."""
 
 
-def table(ablation: Ablation) -> Table:
+def weights(ablation: Ablation) -> Table:
     """Quality, bytes and decode speed of each weight format."""
     precisions = {weights: Precision.parse(weights, "bf16") for weights in FORMATS}
     engines = {weights: ablation.engine(precision) for weights, precision in precisions.items()}

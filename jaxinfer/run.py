@@ -3,17 +3,24 @@
 Exit codes: 0 done, 1 the run failed, 2 the arguments are wrong (one line says what and what would do), 130 interrupted.
 """
 
+import functools
+import importlib
 import os
 import shlex
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from jaxinfer.errors import UserError
+
+if TYPE_CHECKING:
+    from experiments.ablation import Ablation
+    from jaxinfer.evaluation.table import Table
 
 # jax is imported inside the commands: the number of CPU devices must be set before, and --help needs none of it.
 
@@ -28,12 +35,24 @@ app = typer.Typer(
 console = Console()
 errors = Console(stderr=True)
 
+
+def writable(out: Path | None) -> Path | None:
+    """Check a results folder before any work is done for it."""
+    from jaxinfer.evaluation.table import check_writable
+
+    return out and check_writable(out)
+
+
+
 ModelOption = Annotated[str, typer.Option("--model", help="a model that ships (tiny), or a checkpoint folder")]
 DevicesOption = Annotated[int, typer.Option("--devices", min=1, help="devices to shard over; on the CPU they are made")]
 WeightsOption = Annotated[
     str, typer.Option("--weights", help="bf16, fp8_e4m3, int4:g32, int4:g64, int4:g128 (int4 also with +dense)")
 ]
 KVOption = Annotated[str, typer.Option("--kv", help="number format of the KV pages: bf16, fp8_e4m3")]
+OutOption = Annotated[
+    Path | None, typer.Option("--out", help="folder for JSON, Markdown and pictures", callback=writable)
+]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, help="of sampling and of the choice of examples")]
 
 GENERATE_EXAMPLES = """
@@ -51,7 +70,23 @@ Measures tables: quality with paired 95% intervals, capacity, speed as ratios.
     python -m jaxinfer.run ablation
 
     python -m jaxinfer.run ablation --tables kv-cache,weights,integrity --full --out results
+
+    python -m jaxinfer.run ablation --tables capacity-kimi,capacity-glm
 """
+PLAN_EXAMPLES = """
+Weights, memory, tokens that fit and time floors of a model on GPUs that need not be there.
+
+    python -m jaxinfer.run plan --model kimi-k2.6 --devices 8 --gpu h200
+
+    python -m jaxinfer.run plan --model kimi-k2.6 --devices 8 --gpu h200 --compile --out results
+"""
+TABLES = {
+    "kv-cache": "kv_cache",
+    "weights": "weights",
+    "integrity": "integrity",
+    "capacity-kimi": "capacity",
+    "capacity-glm": "capacity",
+}
 
 
 @app.callback(invoke_without_command=True)
@@ -101,7 +136,7 @@ def ablation(
     tables: Annotated[str, typer.Option("--tables", help="names with commas between")] = "kv-cache,weights,integrity",
     model: ModelOption = "tiny",
     devices: DevicesOption = 1,
-    out: Annotated[Path | None, typer.Option("--out", help="folder for JSON, Markdown and pictures")] = None,
+    out: OutOption = None,
     full: Annotated[bool, typer.Option("--full", help="many more examples and rounds; about half an hour")] = False,
     budget: Annotated[int, typer.Option("--budget-mib", min=1, help="KV memory that capacities are given for")] = 16,
     seed: SeedOption = 0,
@@ -109,10 +144,6 @@ def ablation(
     makers = table_makers(tables)
     prepare(devices)
     from jaxinfer.checkpoints.model import Model
-    from jaxinfer.evaluation.table import check_writable, to_rich, write
-
-    if out is not None:
-        check_writable(out)
     command = shlex.join(["python", "-m", "jaxinfer.run", *sys.argv[1:]])
     from experiments.ablation import FULL, QUICK, Ablation
 
@@ -120,26 +151,56 @@ def ablation(
         run = Ablation(
             Model.load(model), command, FULL if full else QUICK, seed, devices, budget << 20, progress
         )
-        for make in makers.values():
-            table = make(run)
-            progress.console.print(to_rich(table))
-            if out is not None:
-                paths = write(table, out)
-                progress.console.print(f"wrote {', '.join(map(str, paths.values()))}", highlight=False)
+        show((make(run) for make in makers), out, progress.console)
 
 
-def table_makers(names: str) -> dict[str, Any]:
+@app.command(help=PLAN_EXAMPLES)
+def plan(
+    model: Annotated[str, typer.Option("--model", help="a preset, or a config.json or its folder")] = "kimi-k2.6",
+    devices: Annotated[int, typer.Option("--devices", min=1, help="GPUs of each phase")] = 8,
+    gpu: Annotated[str, typer.Option("--gpu", help="h200, h100, b200, a100")] = "h200",
+    prefill_weights: Annotated[str, typer.Option("--prefill-weights")] = "fp8_e4m3",
+    prefill_kv: Annotated[str, typer.Option("--prefill-kv")] = "bf16",
+    decode_weights: Annotated[str, typer.Option("--decode-weights")] = "int4:g32",
+    decode_kv: Annotated[str, typer.Option("--decode-kv")] = "fp8_e4m3",
+    context: Annotated[int, typer.Option("--context", help="tokens of a request")] = 21_440,
+    compile: Annotated[bool, typer.Option("--compile", help="compile the real steps too; needs the aot extra")] = False,
+    out: OutOption = None,
+) -> None:
+    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs on a GPU here, and the compiler must not look for one
+    from jaxinfer.planning import report
+
+    formats = (prefill_weights, prefill_kv, decode_weights, decode_kv)
+    with progress_display() as progress:
+        progress.add_task("planning" + " and compiling" * compile, total=None)
+        tables = report.plan(model, devices, gpu, *formats, context, compile)
+    show(tables, out)
+
+
+def show(tables: "Iterable[Table]", out: Path | None, display: Console = console) -> None:
+    """Print tables as they come, and write each to `out`."""
+    from jaxinfer.evaluation.table import to_rich, write
+
+    for table in tables:
+        display.print(to_rich(table))
+        if out is not None:
+            display.print(f"wrote {', '.join(map(str, write(table, out).values()))}", highlight=False)
+
+
+def table_makers(names: str) -> "list[Callable[[Ablation], Table]]":
     """The function of each table in `names`. UserError on one that there isn't."""
-    import importlib
-
-    known = {"kv-cache": "kv_cache", "weights": "weights", "integrity": "integrity"}
     wanted = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
     for name in wanted:
-        if name not in known:
-            raise UserError(f"unknown table {name!r}; there are: {', '.join(known)}")
+        if name not in TABLES:
+            raise UserError(f"unknown table {name!r}; there are: {', '.join(TABLES)}")
     if not wanted:
-        raise UserError(f"no table was named; there are: {', '.join(known)}")
-    return {name: lambda run, m=known[name]: importlib.import_module(f"experiments.{m}").table(run) for name in wanted}
+        raise UserError(f"no table was named; there are: {', '.join(TABLES)}")
+
+    def make(name: str, run: "Ablation") -> "Table":
+        module = importlib.import_module(f"experiments.{TABLES[name]}")
+        return getattr(module, name.replace("-", "_"))(run)
+
+    return [functools.partial(make, name) for name in wanted]
 
 
 def prepare(devices: int) -> None:
@@ -170,8 +231,8 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         errors.print("interrupted")
         sys.exit(130)
-    except typer.BadParameter.__mro__[2] as error:  # every mistake in the arguments that typer itself finds
-        fail(f"{error.format_message()} (see --help)")  # type: ignore[attr-defined]
+    except typer.BadParameter.__bases__[0].__bases__[0] as error:  # type: ignore[misc]
+        fail(f"{error.format_message()} (see --help)")  # all that typer itself finds wrong with the arguments
 
 
 def fail(message: str) -> None:

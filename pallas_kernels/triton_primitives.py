@@ -1,14 +1,16 @@
-"""Three operations on tiles that jnp can't say to Triton, each with its plain form, which interpreters run.
+"""Four operations on tiles that jnp can't say to Triton, each with its plain form, which interpreters run.
 
 They are JAX primitives with two lowerings: to Triton's dialect inside a GPU kernel, and the plain form everywhere else,
 so that a kernel is one function whether it is compiled or interpreted.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax._src.lib.mlir import ir  # Pallas has no public way to add a lowering
+from jax._src.lib.mlir.dialects import math
 from jax._src.lib.triton import dialect
 from jax._src.pallas.triton import lowering
 from jax.extend.core import Primitive
@@ -17,7 +19,7 @@ from jaxtyping import Array, Float, Shaped, UInt8, UInt16
 
 # A 16-bit float with these bits is 128 (bf16) or 1024 (f16) plus its lowest four bits, so `| code` needs no conversion.
 MAGIC = {jnp.dtype(jnp.bfloat16): (0x4300, 136.0), jnp.dtype(jnp.float16): (0x6400, 1032.0)}
-ELEMENT = {jnp.dtype(jnp.bfloat16): ir.BF16Type, jnp.dtype(jnp.float16): ir.F16Type}
+ELEMENT: dict[Any, Any] = {jnp.dtype(jnp.bfloat16): ir.BF16Type, jnp.dtype(jnp.float16): ir.F16Type}
 
 
 def widen_e4m3(bits: UInt8[Array, "rows columns"]) -> Float[Array, "rows columns"]:
@@ -43,6 +45,11 @@ def dot_e4m3(a: Shaped[Array, "m k"], b: Shaped[Array, "k n"]) -> Float[Array, "
     return _dot.bind(a, b)
 
 
+def multiply_add(a: Float[Array, "..."], b: Float[Array, "..."], c: Float[Array, "..."]) -> Float[Array, "..."]:
+    """a * b + c of tiles of one shape in one instruction: Triton as XLA runs it does not contract the two."""
+    return _multiply_add.bind(a, b, c)
+
+
 def _primitive(name: str, plain: Callable[..., jax.Array]) -> Primitive:
     primitive = Primitive(name)
     primitive.def_impl(plain)
@@ -65,6 +72,10 @@ def _plain_nibble(words, *, plane: int, dtype):
     return jax.lax.bitcast_convert_type(code | jnp.uint16(MAGIC[dtype][0]), dtype)
 
 
+def _plain_multiply_add(a, b, c):
+    return a * b + c
+
+
 def _plain_dot(a, b):
     return jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32))
 
@@ -72,6 +83,7 @@ def _plain_dot(a, b):
 _widen = _primitive("widen_e4m3", _plain_widen)
 _nibble = _primitive("nibble", _plain_nibble)
 _dot = _primitive("dot_e4m3", _plain_dot)
+_multiply_add = _primitive("multiply_add", _plain_multiply_add)
 
 
 def _assembly(operand, dtype, code: str, constraints: str, pack: int, pure: bool):
@@ -103,3 +115,8 @@ def _triton_dot(ctx, a, b):
     rows, columns = ctx.avals_out[0].shape
     zero = lowering._zeros(ir.RankedTensorType.get([rows, columns], ir.F32Type.get()))
     return dialect.dot(a, b, zero, max_num_imprecise_acc=2**30)
+
+
+@lowering.register_lowering(_multiply_add)
+def _triton_multiply_add(ctx, a, b, c):
+    return math.fma(a, b, c)

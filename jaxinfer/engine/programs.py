@@ -1,6 +1,7 @@
 """The compiled steps of one model on one mesh: jitted with shardings and donation, before the first request."""
 
 import functools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -51,7 +52,8 @@ class Programs:
         """Compile every program and run it once on a state of its own, without effect. Two at a time: XLA compiles
         outside the interpreter's lock."""
         # A tiny serial start makes the shared constants; then every program goes its own way.
-        jobs = [self._warm_admission, *(functools.partial(self._warm_decode, n) for n in self.config.decode_buckets)]
+        jobs: list[Callable[[], None]] = [self._warm_admission]
+        jobs += [functools.partial(self._warm_decode, n) for n in self.config.decode_buckets]
         jobs += [functools.partial(self._warm_prefill, *shape) for shape in self.config.prefill_buckets]
         with ThreadPoolExecutor(2) as pool:
             for future in [pool.submit(job) for job in jobs]:
@@ -92,5 +94,5 @@ def create_state(model: ModelConfig, config: EngineConfig, kv_scales) -> Serving
 def state_shardings(model: ModelConfig, state: ServingState, mesh: Mesh) -> ServingState:
     everywhere = jax.tree.map(lambda _: replicated(mesh), state)
     entries = {kind: cache_sharding(model, mesh) for kind in state.cache.entries}
-    cache = KVCache(entries, everywhere.cache.scales, state.cache.format)
+    cache = KVCache(entries, everywhere.cache.scales, state.cache.format)  # type: ignore[arg-type]
     return ServingState(cache, everywhere.allocator, everywhere.sampling)

@@ -2,6 +2,7 @@
 
 import enum
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jaxinfer.errors import UserError
@@ -24,7 +25,7 @@ class SamplingParams:
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
-    stop: tuple[str, ...] = ()
+    stop: Sequence[str] = ()
     stop_tokens: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int = 0

@@ -55,7 +55,8 @@ class Table:
     """Rows of results and where they come from. `rows` and `meta` hold only what JSON can, and no NaN or infinity.
 
     Anything else given to the constructor is converted: arrays to lists, numbers that are not finite to None.
-    `name` is also the name of its files. Raises ValueError for a name that can't be, TypeError for a value that can't.
+    `name` is also the name of its files; `draw(figure, table)` fills its picture, by default `draw_default`.
+    Raises ValueError for a name that can't be, TypeError for a value that can't.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Table:
     meta: Mapping[str, Any]
     title: str = ""
     notes: Sequence[str] = ()
+    draw: Draw | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
@@ -194,7 +196,7 @@ def check_writable(out_dir: Path | str) -> Path:
     return folder
 
 
-def write(table: Table, out_dir: Path | str, draw: Draw | None = None) -> dict[str, Path]:
+def write(table: Table, out_dir: Path | str) -> dict[str, Path]:
     """Write NAME.json, NAME.md and NAME.png to `out_dir`; return their paths by kind: {"json", "md", "png"}.
 
     Each is complete under a temporary name before it takes its place, so that no interruption leaves half a file, and
@@ -207,7 +209,7 @@ def write(table: Table, out_dir: Path | str, draw: Draw | None = None) -> dict[s
         _replace(paths["json"], lambda draft: draft.write_text(table.to_json(), encoding="utf-8"))
         _replace(paths["md"], lambda draft: draft.write_text(to_markdown(table), encoding="utf-8"))
         paths["png"].unlink(missing_ok=True)  # the picture of other numbers must not stay if this one fails
-        _replace(paths["png"], lambda draft: plot(table, draft, draw))
+        _replace(paths["png"], lambda draft: plot(table, draft))
     except OSError as error:
         raise UserError(f"can't write {table.name} to {folder}: {error.strerror or error}") from error
     return paths
@@ -327,15 +329,15 @@ def _meta_text(value: Any) -> str:
 # As a picture
 
 
-def plot(table: Table, path: Path | str, draw: Draw | None = None) -> None:
-    """Draw the table to a PNG file. `draw(figure, table)` fills the figure, by default `draw_default`."""
+def plot(table: Table, path: Path | str) -> None:
+    """Draw the table to a PNG file."""
     # Imported here because it takes a second that `--help` needn't wait. Without pyplot there is no global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 1.8 + 0.35 * max(len(table.rows), 4)), dpi=144, layout="constrained")
     FigureCanvasAgg(figure)
-    (draw or draw_default)(figure, table)
+    (table.draw or draw_default)(figure, table)
     figure.suptitle(table.title or table.name)
     figure.supxlabel(provenance(table), fontsize=8, color="dimgray")
     figure.savefig(path, format="png")

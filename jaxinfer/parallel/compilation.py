@@ -12,7 +12,7 @@ def use_compilation_cache() -> None:
     """Keep compiled programs in `$XDG_CACHE_HOME/jaxinfer` (usually ~/.cache), at most MAX_BYTES of them, the least
     recently used dropped. A folder that jax has been told of (JAX_COMPILATION_CACHE_DIR) is used instead, and
     JAX_ENABLE_COMPILATION_CACHE=0 turns it off. Harmless where the folder can't be written."""
-    if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
+    if jax.config.values["jax_compilation_cache_dir"] or not jax.config.values["jax_enable_compilation_cache"]:
         return
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxinfer"
     try:

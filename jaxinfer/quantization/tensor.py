@@ -14,6 +14,8 @@ from jaxtyping import Array, Float, Int32, Shaped
 from jaxinfer.errors import UserError
 from jaxinfer.quantization.formats import FP8_BLOCK, WeightFormat, to_e4m3
 from pallas_kernels import grouped_matmul as kernels
+from pallas_kernels.w4a16_matmul.layout import BLOCK, WORDS, pack
+from pallas_kernels.w4a16_matmul.layout import dequantize as dequantize_words
 
 INT4_LIMIT = 7.5  # symmetric: codes -8..7, the scale maps the largest magnitude to half a step beyond 7
 
@@ -24,7 +26,8 @@ class QuantizedTensor:
     """`data` and `scale` of one weight.
 
     fp8_e4m3: data e4m3 `[..., K, N]`, scale float32 `[..., ceil(K/128), ceil(N/128)]`.
-    int4:gG:  data uint8 `[..., K/2, N]` (low nibble: even input; offset binary, code + 8), scale bf16 `[..., K/G, N]`.
+    int4:gG:  data uint16 `[..., K/32, N*8]` (code + 8, four to a word as `pallas_kernels.w4a16_matmul.layout` says),
+              scale bf16 `[..., K/G, N]`.
     """
 
     data: Shaped[Array, "..."]
@@ -34,7 +37,7 @@ class QuantizedTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         *stack, rows, columns = self.data.shape
-        return (*stack, rows * (2 if self.format.kind == "int4" else 1), columns)
+        return (*stack, rows * BLOCK, columns // WORDS) if self.format.kind == "int4" else (*stack, rows, columns)
 
     @property
     def nbytes(self) -> int:
@@ -45,7 +48,7 @@ class QuantizedTensor:
 
     def dequantize(self, dtype=jnp.float32) -> Float[Array, "... inputs outputs"]:
         if self.format.kind == "int4":
-            return _unpack_int4(self.data, self.scale, self.format.group).astype(dtype)
+            return dequantize_words(self.data, self.scale, self.format.group).astype(dtype)
         rows, columns = self.data.shape[-2:]
         scale = jnp.repeat(self.scale, FP8_BLOCK, axis=-2)[..., :rows, :]
         scale = jnp.repeat(scale, FP8_BLOCK, axis=-1)[..., :columns]
@@ -75,20 +78,13 @@ def _quantize_int4(weight, format: WeightFormat) -> QuantizedTensor:
     groups = weight.astype(jnp.float32).reshape(*stack, inputs // format.group, format.group, outputs)
     scale = (jnp.abs(groups).max(axis=-2) / INT4_LIMIT).astype(jnp.bfloat16)
     step = jnp.where(scale == 0, 1, scale).astype(jnp.float32)[..., None, :]
-    codes = (jnp.clip(jnp.round(groups / step), -8, 7) + 8).astype(jnp.uint8).reshape(*stack, inputs // 2, 2, outputs)
-    return QuantizedTensor(codes[..., 0, :] | (codes[..., 1, :] << 4), scale, format)
+    codes = (jnp.clip(jnp.round(groups / step), -8, 7) + 8).astype(jnp.uint8).reshape(*stack, inputs, outputs)
+    return QuantizedTensor(pack(codes), scale, format)
 
 
 def check_group(inputs: int, format: WeightFormat, name: str = "a matrix") -> None:
     if format.kind == "int4" and inputs % format.group:
         raise UserError(f"group size {format.group} does not divide the {inputs} inputs of {name}")
-
-
-def _unpack_int4(data, scale, group: int):
-    *stack, half, outputs = data.shape
-    codes = jnp.stack([data & 0xF, data >> 4], axis=-2).reshape(*stack, half * 2 // group, group, outputs)
-    values = (codes.astype(jnp.float32) - 8) * scale.astype(jnp.float32)[..., None, :]
-    return values.reshape(*stack, half * 2, outputs)
 
 
 def _quantize_fp8(weight, format: WeightFormat) -> QuantizedTensor:

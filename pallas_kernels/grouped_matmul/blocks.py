@@ -18,7 +18,7 @@ class RowBlocks:
 
 
 def most_blocks(rows: int, groups: int, size: int) -> int:
-    """Blocks that the worst distribution needs: as many groups as can have rows, each with one more than full blocks."""
+    """Blocks that the worst distribution needs: every group that can have rows ends with one that isn't full."""
     used = min(rows, groups)
     return used + (rows - used) // size
 

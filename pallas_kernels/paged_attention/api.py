@@ -81,10 +81,9 @@ def gqa_attention(
     scales = (jnp.asarray(key_scale, jnp.float32), jnp.asarray(value_scale, jnp.float32))
     operands = (query, key_pool, value_pool, layer, page_table, lengths, positions, *scales)
 
-    def plain(*operands):
-        *operands, key_scale, value_scale = operands
-        scales = {"key_scale": key_scale, "value_scale": value_scale}
-        return reference.gqa_attention(*operands, **scales, softmax_scale=softmax_scale)
+    def plain(query, keys, values, layer, page_table, lengths, positions, key_scale, value_scale):
+        scales = {"key_scale": key_scale, "value_scale": value_scale, "softmax_scale": softmax_scale}
+        return reference.gqa_attention(query, keys, values, layer, page_table, lengths, positions, **scales)
 
     def kernel(query, keys, values, layer, page_table, lengths, positions, key_scale, value_scale, interpret):
         kv_heads = keys.shape[-1] // query.shape[-1]

@@ -137,7 +137,8 @@ def _attend(tile, query, pools, layer, page_table, limits, factor, kv_heads, par
     operands = (layer.reshape(1), pieces.block, pieces.first, pieces.last, rows, limit, seen, factors, table, *pools)
     out = _run_pieces(tile, operands, layout, is_split, tuning, interpret)
     if is_split:
-        out = [_combine(*out, limit, pieces, interpret)]
+        partial_sum, peak, total = out
+        out = [_combine(partial_sum, peak, total, limit, pieces, interpret)]
     return blocks.join(out[0], query.shape[:3], kv_heads)
 
 

@@ -19,7 +19,7 @@ from pallas_kernels.w4a16_matmul.layout import BLOCK, CHUNK, GROUPS, WORDS
 from pallas_kernels.w4a16_matmul.triton import Tuning, block_matmul
 
 ACTIVATIONS = (jnp.bfloat16, jnp.float16)
-PROGRAMS = 3 * 132  # three fit on each of an H200's multiprocessors
+MULTIPROCESSORS = 132  # of an H200
 
 
 def w4a16_matmul(
@@ -68,7 +68,7 @@ def w4a16_grouped_matmul(
         return reference.w4a16_grouped_matmul(x, words, scale, layer, counts, group)
 
     def kernel(x, words, scale, layer, counts, interpret):
-        tuning = grouped_tuning(x.shape[0], counts.shape[0])
+        tuning = grouped_tuning(x.shape[0], counts.shape[0], scale.shape[-1])
         blocks = row_blocks(counts, x.shape[0], tuning.rows)
         out = block_matmul(x, words, scale, layer, blocks, tuning, interpret)
         return jnp.where((jnp.arange(x.shape[0]) < counts.sum())[:, None], out, 0)
@@ -78,22 +78,29 @@ def w4a16_grouped_matmul(
 
 
 def plain_tuning(rows: int, inputs: int, outputs: int) -> Tuning:
-    """Launch parameters: for few rows as many parts of the inputs as it takes to occupy the GPU."""
+    """Launch parameters: for few rows as many parts of the inputs as it takes to occupy the GPU (their sums, which go
+    through its cache, grow with the rows)."""
     height = min(128, max(16, 1 << (rows - 1).bit_length()))
-    programs = -(-rows // height) * -(-outputs // 128)
-    splits = min(max(1, PROGRAMS // programs), -(-inputs // CHUNK)) if rows <= 128 else 1
-    return Tuning(height, 128, splits, *_launch(height))
+    columns, warps, stages = _launch(height, outputs)
+    programs = -(-rows // height) * -(-outputs // columns)
+    wanted = MULTIPROCESSORS * (2 if height == 16 else 1)
+    splits = min(max(1, wanted // programs), -(-inputs // CHUNK)) if rows <= 128 else 1
+    return Tuning(height, columns, splits, warps, stages)
 
 
-def grouped_tuning(rows: int, groups: int) -> Tuning:
+def grouped_tuning(rows: int, groups: int, outputs: int) -> Tuning:
     """Launch parameters: blocks of about an even share of the rows."""
     height = min(64, max(16, 1 << (max(rows // groups, 1) - 1).bit_length()))
-    return Tuning(height, 128, 1, *_launch(height))
+    columns, warps, stages = _launch(height, outputs)
+    return Tuning(height, columns, 1, warps, stages)
 
 
-def _launch(height: int) -> tuple[int, int]:
-    """Warps and stages."""
-    return (4, 3) if height <= 64 else (8, 3)
+def _launch(height: int, outputs: int) -> tuple[int, int, int]:
+    """Outputs of a program, warps and stages. Many rows need more outputs, or the assembler puts the tensor cores'
+    instructions one after the other."""
+    if height <= 32:
+        return 128, 4, 3
+    return (256, 8, 2) if outputs > 128 else (128, 4 if height <= 64 else 8, 2)
 
 
 def _group(x, words, scale) -> int:
@@ -107,7 +114,7 @@ def _group(x, words, scale) -> int:
 def _problem(x, words, scale, group: int) -> str | None:
     return first_problem(
         f"groups of {group} inputs: the W4A16 kernel takes {GROUPS}" if group not in GROUPS else None,
-        f"activations in {x.dtype}: the W4A16 kernel takes bfloat16 and float16" if x.dtype not in ACTIVATIONS else None,
+        None if x.dtype in ACTIVATIONS else f"activations in {x.dtype}: the W4A16 kernel takes bfloat16 and float16",
         f"words in {words.dtype}: the W4A16 kernel takes uint16" if words.dtype != jnp.uint16 else None,
         not_addressable("the words", words),
     )

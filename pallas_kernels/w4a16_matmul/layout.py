@@ -2,8 +2,8 @@
 
 A matrix of K inputs and N outputs has codes -8..7, stored plus 8. Blocks of 32 inputs of one output are 8 words of 16
 bits: word i holds the codes of inputs i, i + 8, i + 16 and i + 24 of its block, from the lowest bits up (plane j is
-bits 4j .. 4j+3). So one load of 16 bytes is one block, a plane of a tile needs one shift and one logic operation for two
-weights, and every group size from 32 up is a whole number of blocks. Words are `[..., K/32, N*8]`: any cut of the
+bits 4j .. 4j+3). So one load of 16 bytes is one block, a plane of a tile needs one shift and one logic operation for
+two weights, and every group size from 32 up is a whole number of blocks. Words are `[..., K/32, N*8]`: any cut of the
 first axis, or of the second at a multiple of 8, is the layout of that part of the matrix.
 """
 
@@ -21,7 +21,9 @@ def pack(codes: UInt8[Array, "... K N"]) -> UInt16[Array, "... K/32 N*8"]:
     if inputs % BLOCK:
         raise ValueError(f"{inputs} inputs: 4-bit weights come in blocks of {BLOCK}")
     planes = codes.reshape(*stack, inputs // BLOCK, PLANES, WORDS, outputs).astype(jnp.uint16)
-    words = sum(planes[..., j, :, :] << (4 * j) for j in range(PLANES))
+    words = planes[..., 0, :, :]
+    for j in range(1, PLANES):
+        words = words | (planes[..., j, :, :] << (4 * j))
     return words.swapaxes(-1, -2).reshape(*stack, inputs // BLOCK, outputs * WORDS)
 
 

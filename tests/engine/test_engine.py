@@ -125,7 +125,8 @@ def test_cancel_at_every_point_gives_everything_back(served, steps):
     events += list(engine.run())
     assert_idle(engine)
     done = {e.request: e.completion for e in events if e.completion}
-    assert sorted(done) == ids and all(sum(e.request == i and e.completion is not None for e in events) == 1 for i in ids)
+    ends = [e.request for e in events if e.completion]
+    assert sorted(ends) == ids
     for i in ids:
         assert done[i].finish_reason in (("cancelled", "length") if i in (ids[0], ids[3], ids[5]) else ("length",))
         told = [t for e in events if e.request == i for t in e.tokens]

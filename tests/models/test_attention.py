@@ -10,6 +10,7 @@ from jaxinfer.cache.kv import KVCache
 from jaxinfer.config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, RopeConfig, YarnConfig
 from jaxinfer.models.attention import PagedContext, causal_mask
 from jaxinfer.models.decoder import bind, forward
+from jaxinfer.models.rope import rotate
 from jaxinfer.quantization.formats import KVFormat
 
 PAGE, PAGES, ROWS, CHUNK, LONGEST, VOCAB = 4, 120, 3, 32, 140, 61  # 140 tokens are more than a block of the kernel
@@ -89,6 +90,51 @@ class Case:
 def case(request, random_params):
     config = MODELS[request.param]
     return Case(config, random_params(config))
+
+
+def by_hand(config: ModelConfig, params, x: np.ndarray, layer: int) -> np.ndarray:
+    """One layer's attention over one text `[T, D]` in float64: each token and head over all tokens up to it."""
+    weight = lambda name: np.asarray(params[name]["weight"], np.float64)[layer]  # noqa: E731
+    turn = lambda a: np.asarray(  # noqa: E731
+        rotate(jnp.asarray(a, jnp.float32)[None], jnp.arange(len(x))[None], config.rope), np.float64
+    )[0]
+    norm = lambda a, name: a / np.sqrt((a * a).mean(-1, keepdims=True) + config.rms_eps) * weight(name)  # noqa: E731
+    dims = config.attention
+    split = lambda a, heads: a.reshape(len(x), heads, -1)  # noqa: E731
+    if isinstance(dims, MLAConfig):
+        low = norm(x @ weight("query_down"), "query_norm") if dims.q_lora else x
+        query = split(low @ weight("query_up"), dims.heads)
+        query = np.concatenate([query[..., : dims.nope_dim], turn(query[..., dims.nope_dim :])], -1)
+        down = x @ weight("latent_down")
+        latent, shared = norm(down[:, : dims.kv_lora], "latent_norm"), turn(down[:, None, dims.kv_lora :])
+        key = split(latent @ weight("key_up"), dims.heads)
+        key = np.concatenate([key, shared.repeat(dims.heads, axis=1)], -1)
+        value = split(latent @ weight("value_up"), dims.heads)
+    else:
+        query, key = split(x @ weight("query"), dims.heads), split(x @ weight("key"), dims.kv_heads)
+        if dims.qk_norm:
+            query, key = norm(query, "query_norm"), norm(key, "key_norm")
+        query, key = turn(query), turn(key).repeat(dims.heads // dims.kv_heads, axis=1)
+        value = split(x @ weight("value"), dims.kv_heads).repeat(dims.heads // dims.kv_heads, axis=1)
+    out = np.zeros((len(x), dims.heads, value.shape[-1]))
+    for token in range(len(x)):
+        for head in range(dims.heads):
+            scores = key[: token + 1, head] @ query[token, head] * config.softmax_scale
+            weights = np.exp(scores - scores.max())
+            out[token, head] = weights / weights.sum() @ value[: token + 1, head]
+    return out.reshape(len(x), -1) @ weight("output")
+
+
+def test_plain_attention_by_hand(case):
+    """The reference itself against its definition."""
+    stack = "dense" if case.config.dense_layers == 3 else "sparse"
+    x = np.random.default_rng(1).standard_normal((1, 9, 32)).astype(np.float32)
+    attention = getattr(bind(case.config, case.params), stack).attention
+    positions, mask = jnp.arange(9)[None], causal_mask(jnp.ones((1, 9), jnp.int32))
+    found = jax.jit(lambda x: attention.plain(x, jnp.int32(1), positions, mask))(x)[0]
+    expected = by_hand(case.config, case.params[stack]["attention"], x[0].astype(np.float64), 1)
+    assert expected.std() > 0.1
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def largest_difference(case: Case, found: list[np.ndarray]) -> float:

@@ -38,9 +38,11 @@ def by_hand(tensor: QuantizedTensor) -> np.ndarray:
     scale = np.asarray(tensor.scale).astype(np.float64)
     rows, columns = tensor.shape[-2:]
     if tensor.format.kind == "int4":
-        data = np.asarray(tensor.data).astype(int)
+        data = np.asarray(tensor.data).astype(int).reshape(*tensor.shape[:-2], rows // 32, columns, 8)
         codes = np.empty(tensor.shape)
-        codes[..., 0::2, :], codes[..., 1::2, :] = data % 16 - 8, data // 16 - 8
+        for row in range(rows):
+            block, within = divmod(row, 32)
+            codes[..., row, :] = data[..., block, :, within % 8] // 16 ** (within // 8) % 16 - 8
         return codes * scale.repeat(tensor.format.group, axis=-2)
     spread = scale.repeat(128, axis=-2)[..., :rows, :].repeat(128, axis=-1)[..., :columns]
     return np.asarray(tensor.data).astype(np.float64) * spread
@@ -62,7 +64,7 @@ def largest_in_blocks(w: np.ndarray) -> np.ndarray:
 def test_int4_error_is_at_most_half_a_step(group):
     w = weights(0, INPUTS, OUTPUTS)
     tensor = make(w, WeightFormat.parse(f"int4:g{group}"))
-    assert tensor.data.shape == (INPUTS // 2, OUTPUTS) and tensor.data.dtype == jnp.uint8
+    assert tensor.data.shape == (INPUTS // 32, OUTPUTS * 8) and tensor.data.dtype == jnp.uint16
     assert tensor.scale.shape == (INPUTS // group, OUTPUTS) and tensor.scale.dtype == jnp.bfloat16
     assert tensor.shape == w.shape
     scale = np.asarray(tensor.scale).astype(np.float64)
