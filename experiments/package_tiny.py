@@ -34,7 +34,7 @@ PRECISION = Precision.parse("bf16", "bf16")
 def package(run: Path, out: Path) -> None:
     """Write the checkpoint of `run` to `out`, then serve it from there and score it."""
     config = ModelConfig.preset("tiny")
-    trained = load_arrays(run / "params.npz", init_params(config, jax.random.key(0)))
+    trained = load_arrays(run / "params.npz", jax.eval_shape(lambda: init_params(config, jax.random.key(0))))
     params = quantize_params(config, trained, PRECISION.weights)
     tokenizer = Tokenizer.load(run / "tokenizer.json")
     orbax.save(out, config, params, calibrate(config, params, calibration_texts(tokenizer)))

@@ -306,14 +306,15 @@ def save_arrays(path: Path, tree: Any) -> None:
 
 
 def load_arrays(path: Path, like: Any) -> Any:
-    """The tree saved at `path`, shaped as `like`; ValueError if a leaf is missing or has another shape."""
+    """The tree saved at `path`, shaped as `like` (arrays or descriptions of them); ValueError where a leaf does not
+    fit."""
     import jax
 
     with np.load(path) as saved:
 
         def leaf(keys: tuple, old: Any) -> Any:
             name = path_name(keys)
-            if name not in saved or saved[name].shape != np.shape(old):
+            if name not in saved or saved[name].shape != getattr(old, "shape", ()):
                 raise ValueError(f"{path} does not fit this model: {name} is missing or has another shape")
             return jax.numpy.asarray(saved[name])
 

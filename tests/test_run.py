@@ -23,7 +23,7 @@ def run(*arguments: str, cwd: Path = ROOT, stdin: str = "") -> subprocess.Comple
     "arguments, says",
     [
         (["generate"], "'--prompt'"),
-        (["generate", "--prompt", "hi", "--model", "nope"], "no model 'nope': neither a folder nor one that ships (tiny)"),
+        (["generate", "--prompt", "hi", "--model", "nope"], "no model 'nope'"),
         (["generate", "--prompt", "hi", "--kv", "int8"], "unknown KV format 'int8'; use f32, bf16, fp8_e4m3"),
         (["generate", "--prompt", "hi", "--weights", "int4:g48"], "unknown weight format 'int4:g48'"),
         (["generate", "--prompt", "hi", "--max-tokens", "0"], "max_tokens must be at least 1, not 0"),

@@ -19,11 +19,14 @@ from jaxinfer.models.parameter import ParameterSpec
 
 
 def save(folder: Path, config: ModelConfig, params: Params, kv_scales: dict[str, jax.Array]) -> None:
-    """Write `config.json` and `arrays/` into `folder`. Orbax renames the finished arrays into place."""
+    """Write `config.json` and `arrays/` into `folder`. Old arrays stay until the new are whole."""
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(folder / "arrays", ignore_errors=True)
+    arrays, unfinished = folder / "arrays", folder / "arrays.unfinished"
+    shutil.rmtree(unfinished, ignore_errors=True)
     with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save((folder / "arrays").resolve(), {"params": params, "kv_scales": kv_scales})
+        checkpointer.save(unfinished.resolve(), {"params": params, "kv_scales": kv_scales})
+    shutil.rmtree(arrays, ignore_errors=True)
+    unfinished.rename(arrays)
     (folder / "config.json").write_text(json.dumps(config_to_dict(config), indent=2) + "\n")
 
 

@@ -41,7 +41,7 @@ class AttentionCase(Case):
         return sum(sum(range(max(n - self.tokens, 0) + 1, n + 1)) for n in self.lengths)
 
     def _pages(self, key):
-        """Page table, positions, and which slots of the pool hold entries; page 0 and those that are left over don't."""
+        """Page table, lengths, positions, and which slots of the pool hold entries; page 0 never does."""
         lengths = jnp.asarray(self.lengths, jnp.int32)
         most = -(-max(max(self.lengths), 1) // self.page_size)
         pages = len(self.lengths) * most + 2
@@ -89,7 +89,8 @@ class MLACase(AttentionCase):
         pool, query = self._pool(keys[1], held, width), self._query(keys[2], positions, width)
         return jnp.int32(self.layers - 1), query, pool, table, lengths, positions, jnp.float32(SCALE)
 
-    def call(self, layer, query, pool, table, lengths, positions, scale, *, implementation):
+    def call(self, *operands, implementation):
+        layer, query, pool, table, lengths, positions, scale = operands
         given = {"latent": self.latent, "kv_scale": scale, "softmax_scale": 0.1, "implementation": implementation}
         return mla_attention(query, pool, layer, table, lengths, positions, **given)
 
@@ -126,7 +127,8 @@ class GQACase(AttentionCase):
         query = self._query(keys[5], positions, self.head)
         return jnp.int32(self.layers - 1), query, *pools, table, lengths, positions, *scales
 
-    def call(self, layer, query, keys, values, table, lengths, positions, key_scale, value_scale, *, implementation):
+    def call(self, *operands, implementation):
+        layer, query, keys, values, table, lengths, positions, key_scale, value_scale = operands
         given = {"key_scale": key_scale, "value_scale": value_scale, "softmax_scale": 0.1}
         given |= {"implementation": implementation}
         return gqa_attention(query, keys, values, layer, table, lengths, positions, **given)
@@ -150,8 +152,8 @@ class GQACase(AttentionCase):
 
 MIXED = (8192, 1, 131072, 0, 4096, 63, 64, 65) + (8192,) * 24
 LISTED: list[AttentionCase] = [
-    *(MLACase(f"Kimi decode {h} heads {s}", (8192,) * 64, 1, h, 64, s, 8) for s in NAN for h in (8, 16, 64, 128)),
-    *(MLACase(f"Kimi decode pages of {p} {s}", (8192,) * 64, 1, 8, p, s, 8) for s in NAN for p in (16, 32)),
+    *(MLACase(f"Kimi decode {h} heads {s}", (8192,) * 64, 1, h, 64, s, 16) for s in NAN for h in (8, 16, 64, 128)),
+    *(MLACase(f"Kimi decode pages of {p} {s}", (8192,) * 64, 1, 8, p, s, 16) for s in NAN for p in (16, 32)),
     *(MLACase(f"Kimi decode lengths from 0 to 131072 {s}", MIXED, 1, 8, 64, s, 4) for s in NAN),
     *(MLACase(f"Kimi prefill 2 x 1024 of 8192 {s}", (8192,) * 2, 1024, 8, 64, s, 8) for s in NAN),
     *(GQACase(f"GLM-4.5 decode {s}", (8192,) * 64, 1, 12, 64, s, 8) for s in NAN),

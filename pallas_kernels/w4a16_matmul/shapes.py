@@ -37,7 +37,8 @@ class W4A16Case(Case):
         x = jnp.where(jnp.arange(self.rows)[:, None] < sum(self.counts), x, jnp.nan)
         return jnp.int32(self.layers - 1), x, words, scale, jnp.asarray(self.counts, jnp.int32)
 
-    def call(self, layer, x, words, scale, *counts, implementation):
+    def call(self, *operands, implementation):
+        layer, x, words, scale, *counts = operands
         op = w4a16_grouped_matmul if counts else w4a16_matmul
         return op(x, words, scale, layer, *counts, implementation=implementation)
 
