@@ -13,10 +13,11 @@ from jaxinfer.config import EngineConfig, Precision
 from jaxinfer.engine import Engine
 from jaxinfer.evaluation import divergence, statistics
 from jaxinfer.evaluation.answering import replies
-from jaxinfer.evaluation.scoring import score_all
+from jaxinfer.evaluation.scoring import mean_by, score_all
 from jaxinfer.evaluation.table import run_meta
 from jaxinfer.evaluation.tasks import TASKS, Example
 from jaxinfer.evaluation.tasks.base import examples
+from jaxinfer.evaluation.tasks.tool_call import ToolCall
 from jaxinfer.evaluation.throughput import DecodeRun, decode_run
 
 REFERENCE = Precision.parse("bf16", "bf16")
@@ -24,15 +25,17 @@ REFERENCE = Precision.parse("bf16", "bf16")
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: held-out `examples` a task, `rounds` of interleaved timings, decode `steps` of each."""
+    """How much is measured: held-out `examples` a task, of which `texts` are used to compare distributions, `rounds` of
+    interleaved timings, decode `steps` of each."""
 
     examples: int
+    texts: int
     rounds: int
     steps: int
 
 
-QUICK = Effort(examples=24, rounds=9, steps=24)
-FULL = Effort(examples=400, rounds=31, steps=64)
+QUICK = Effort(examples=24, texts=8, rounds=9, steps=24)
+FULL = Effort(examples=400, texts=60, rounds=31, steps=64)
 PROMPT_TOKENS = 64  # of a request whose decoding is timed
 
 
@@ -72,31 +75,47 @@ class Ablation:
         return [e for task in TASKS.values() for e in examples(task, n, held_out=True, seed=self.seed)]
 
     @functools.cached_property
-    def _scores(self) -> dict[Precision, list[float]]:
+    def _answers(self) -> dict[Precision, tuple[list[list[str]], np.ndarray]]:
         return {}
 
-    def scores(self, precision: Precision) -> list[float]:
-        """The score of each of `examples`, answered greedily at `precision`."""
-        if precision not in self._scores:
+    def answers(self, precision: Precision) -> tuple[list[list[str]], np.ndarray]:
+        """What each of `examples` is answered greedily at `precision`, and the scores."""
+        if precision not in self._answers:
             engine = self.engine(precision)
             with self._task(f"answering at {precision}", len(self.examples)) as advance:
-                self._scores[precision] = score_all(self.examples, replies(engine, self.examples, advance))
-        return self._scores[precision]
+                texts = replies(engine, self.examples, advance)
+            self._answers[precision] = texts, np.array(score_all(self.examples, texts))
+        return self._answers[precision]
 
     def quality(self, precision: Precision) -> dict[str, Any]:
         """The `quality` field of a row: each task's score and its paired difference from the reference precision."""
-        found, reference = np.array(self.scores(precision)), np.array(self.scores(REFERENCE))
-        tasks = np.array([e.task for e in self.examples])
-        of = lambda name: None if precision == REFERENCE else reference[tasks == name]  # noqa: E731
-        return {name: statistics.quality(found[tasks == name], of(name)) for name in TASKS}
+        found, reference = self.answers(precision)[1], self.answers(REFERENCE)[1]
+        of = lambda name: None if precision == REFERENCE else reference[self._members(name)]  # noqa: E731
+        return {name: statistics.quality(found[self._members(name)], of(name)) for name in TASKS}
+
+    def recall_by_distance(self, precision: Precision) -> dict[str, float]:
+        """Share of keys retrieved, by the distance in tokens between a key and the question."""
+        members = self._members("retrieval")
+        chosen, scores = [self.examples[i] for i in members], self.answers(precision)[1][members]
+        bands = mean_by(chosen, scores.tolist(), "band")
+        return {band: bands[band]["score"] for band in sorted(bands, key=lambda band: int(band.partition("-")[0]))}
+
+    def tool_call_validity(self, precision: Precision) -> float:
+        """Share of tool calls that are JSON and fit their schema, right or wrong."""
+        texts, task = self.answers(precision)[0], ToolCall()
+        return float(np.mean([task.validity(self.examples[i], texts[i]) for i in self._members("tool_call")]))
+
+    def _members(self, task: str) -> np.ndarray:
+        return np.flatnonzero([example.task == task for example in self.examples])
 
     @functools.cached_property
     def _logits(self) -> dict[Precision, np.ndarray]:
         return {}
 
     def divergence(self, precision: Precision) -> dict[str, float]:
-        """`kl`, `top1_agreement` and `answer_tokens` against the reference, on the true answers of all examples."""
-        texts = divergence.texts_of(self.model, self.examples)
+        """`kl`, `top1_agreement` and `answer_tokens` against the reference, on the true answers of some examples."""
+        some = [self.examples[i] for name in TASKS for i in self._members(name)[: self.effort.texts]]
+        texts = divergence.texts_of(self.model, some)
         for each in (REFERENCE, precision):
             if each not in self._logits:
                 with self._task(f"comparing distributions at {each}", len(texts)) as advance:

@@ -31,6 +31,8 @@ def kv_cache(ablation: Ablation) -> Table:
                 "tokens_in_budget": ablation.budget_bytes // page_bytes * engines[kv].config.page_size,
                 **speed_fields(runs[kv], None if precision == REFERENCE else runs[FORMATS[0]]),
                 "quality": ablation.quality(precision),
+                "tool_call_validity": ablation.tool_call_validity(precision),
+                "recall_by_distance": ablation.recall_by_distance(precision),
                 **ablation.divergence(precision),
                 "paper": PAPER[kv],
                 "source": "measured",

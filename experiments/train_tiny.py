@@ -44,6 +44,7 @@ MIXTURE: dict[str, float] = {
 }
 TRAINERS: dict[str, Task] = {**TASKS, "retrieval": Retrieval(queries=8)}
 TASK_NAMES = (*TASKS, "echo")  # what is counted in the log
+ECHO = len(TASKS)
 
 
 # ---- data ----
@@ -100,7 +101,7 @@ def echo(rng: np.random.Generator, vocabulary: int, marks: Sequence[int]) -> Enc
     said = rng.integers(max(marks) + 1, vocabulary, int(rng.integers(4, 48)))
     tokens = np.concatenate([[first], said, [between], said, [last]]).astype(np.int32)
     answer = (np.arange(len(tokens)) >= len(said) + 2).astype(np.float32)
-    return Encoded(tokens, answer, TASK_NAMES.index("echo"))
+    return Encoded(tokens, answer, ECHO)
 
 
 class Batch(NamedTuple):
@@ -127,7 +128,7 @@ class Batch(NamedTuple):
         n = len(item.tokens) - 1
         span = (row, slice(at, at + n))
         self.tokens[span], self.targets[span] = item.tokens[:-1], item.tokens[1:]
-        self.weights[span] = np.maximum(item.answer[1:], PROMPT_WEIGHT)
+        self.weights[span] = np.maximum(item.answer[1:], 0.0 if item.task == ECHO else PROMPT_WEIGHT)
         self.positions[span], self.segments[span] = np.arange(n), segment
         self.tasks[span] = np.where(item.answer[1:] > 0, item.task, -1)
 
@@ -252,20 +253,28 @@ def make_step(forward: Callable, config: Any) -> tuple[Callable, Callable]:
         optax.add_decayed_weights(0.1, decays),
     )
 
-    def loss_of(params: Any, batch: Batch) -> tuple:
+    def loss_of(params: Any, batch: Batch, total_weight: Any) -> tuple:
         logits, loads = forward(
             config, params, batch.tokens, batch.positions, batch.segments, capacity_factor=CAPACITY_FACTOR
         )
         nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets)
         one_hot = jax.nn.one_hot(batch.tasks, len(TASK_NAMES))  # task -1 gives zeros
         correct = (logits.argmax(-1) == batch.targets)[..., None] * one_hot
-        loss = (nll * batch.weights).sum() / batch.weights.sum()
+        loss = (nll * batch.weights).sum() / total_weight
         return loss, (loads, correct.sum((0, 1)), one_hot.sum((0, 1)), (nll * (batch.tasks >= 0)).sum())
 
+    # Each device (a core, on the CPU) takes an equal share of the rows; what it finds is summed over all.
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, everywhere = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+
+    def share(params: Any, batch: Batch) -> tuple:
+        total_weight = jax.lax.psum(batch.weights.sum(), "data")
+        return jax.lax.psum(jax.value_and_grad(loss_of, has_aux=True)(params, batch, total_weight), "data")
+
+    gradients = jax.shard_map(share, mesh=mesh, in_specs=(everywhere, rows), out_specs=everywhere, check_vma=False)
+
     def step(params: Any, state: Any, batch: Batch, rate: Any, bias_step: Any) -> tuple:
-        (loss, (loads, correct, counted, answer_nll)), grads = jax.value_and_grad(loss_of, has_aux=True)(
-            params, batch
-        )
+        (loss, (loads, correct, counted, answer_nll)), grads = gradients(params, batch)
         grads = jax.tree_util.tree_map_with_path(lambda p, g: jnp.zeros_like(g) if is_bias(p) else g, grads)
         updates, state = optimiser.update(grads, state, params)
         # An expert with less than its share of the tokens becomes easier to choose, and the other way round.
@@ -288,7 +297,8 @@ def make_step(forward: Callable, config: Any) -> tuple[Callable, Callable]:
         }
         return params, state, metrics
 
-    return optimiser.init, jax.jit(step, donate_argnums=(0, 1))
+    placed = jax.sharding.NamedSharding(mesh, everywhere)
+    return jax.jit(optimiser.init, out_shardings=placed), jax.jit(step, donate_argnums=(0, 1), out_shardings=placed)
 
 
 # ---- snapshots ----
@@ -425,7 +435,7 @@ def main() -> None:
     parser.add_argument("--preset", default="tiny", help="model preset")
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens in a step")
-    parser.add_argument("--threads", type=int, default=0, help="CPU cores to use; 0: all")
+    parser.add_argument("--devices", type=int, default=os.cpu_count() or 1, help="CPU cores to share a step")
     parser.add_argument("--resume", action="store_true", help="go on from DIR/snapshot.npz if there is one")
     parser.add_argument("--tokenizer-only", action="store_true", help="train DIR/tokenizer.json and stop")
     args = parser.parse_args()
@@ -433,10 +443,8 @@ def main() -> None:
     tokenizer = trained_tokenizer(args.out / "tokenizer.json")
     if args.tokenizer_only:
         return
-    if args.threads:
-        os.sched_setaffinity(
-            0, sorted(os.sched_getaffinity(0))[: args.threads]
-        )  # before jax starts its threads
+    # Before jax starts. One device would keep to one core for most of a step.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={args.devices}"
     import jax
 
     from jaxinfer.config import ModelConfig

@@ -30,14 +30,27 @@ class YarnConfig:
 
 
 @dataclass(frozen=True)
+class Llama3Rope:
+    """Llama 3.1's context extension: pairs that turn fewer than `low` times over the original context are slowed by
+    `factor`, those that turn more than `high` times are kept, between them the two are mixed."""
+
+    factor: float
+    original_max_position: int
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
 class RopeConfig:
     """Rotary embedding. `fraction` is the share of a head's dimensions that rotate; `interleaved` pairs (0, 1), (2, 3)
-    and so on, otherwise the first half pairs with the second."""
+    and so on, otherwise the first half pairs with the second. At most one of `yarn` and `llama3` extends the
+    context."""
 
     theta: float = 10_000.0
     fraction: float = 1.0
     interleaved: bool = False
     yarn: YarnConfig | None = None
+    llama3: Llama3Rope | None = None
 
 
 @dataclass(frozen=True)
@@ -64,12 +77,14 @@ class MLAConfig:
 
 @dataclass(frozen=True)
 class GQAConfig:
-    """Grouped-query attention (arXiv:2305.13245) with optional RMSNorm on queries and keys."""
+    """Grouped-query attention (arXiv:2305.13245) with optional RMSNorm on queries and keys, and optional biases on the
+    projections to queries, keys and values."""
 
     heads: int
     kv_heads: int
     head_dim: int
     qk_norm: bool = False
+    bias: bool = False
 
     @property
     def entries(self) -> dict[str, int]:
@@ -95,7 +110,8 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder: embedding, `dense_layers` blocks with one MLP, the rest with experts, final norm, untied head."""
+    """A decoder: embedding, `dense_layers` blocks with one MLP, the rest with experts, final norm, head. `tied`: the
+    head is the embedding."""
 
     name: str
     vocab: int
@@ -108,6 +124,7 @@ class ModelConfig:
     rope: RopeConfig
     max_position: int
     rms_eps: float = 1e-6
+    tied: bool = False
 
     def __post_init__(self) -> None:
         """UserError where the sizes contradict each other."""
@@ -249,12 +266,20 @@ class Precision:
         return f"weights {self.weights}, KV {self.kv}"
 
 
+LEVELS = ("off", "tags", "digest")
+ON_MISMATCH = ("abort", "recompute")
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """How a model is served. Sizes are in tokens unless the name says pages.
 
     `decode_buckets` are the batch sizes that decode is compiled for; `prefill_buckets` are (rows, chunk) pairs: so many
     prompts, so many tokens of each, in one prefill step.
+
+    `integrity` is how pages are checked before every read (`docs/integrity.md`): `off`; `tags`, that each still is the
+    slot's; `digest`, also that the stored bytes are those that were written, `digest_pages` of each slot's pages a step
+    in rotation. `on_mismatch` is what becomes of a request whose pages fail: `abort`, or `recompute` once.
     """
 
     precision: Precision = Precision()
@@ -265,14 +290,19 @@ class EngineConfig:
     decode_buckets: tuple[int, ...] = (1, 4, 16)
     prefill_buckets: tuple[tuple[int, int], ...] = ((1, 32), (4, 32), (1, 256))
     max_queue: int = 4096
-    verify: bool = True
+    integrity: str = "tags"
+    digest_pages: int = 1
+    on_mismatch: str = "abort"
     logprobs: int = 5
     devices: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "num_pages", "max_slots", "max_context", "max_queue", "devices"):
+        for name in ("page_size", "num_pages", "max_slots", "max_context", "max_queue", "digest_pages", "devices"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name, choices in (("integrity", LEVELS), ("on_mismatch", ON_MISMATCH)):
+            if getattr(self, name) not in choices:
+                raise UserError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
         for name in ("decode_buckets", "prefill_buckets"):
             sizes = np.asarray(getattr(self, name))
             if not sizes.size or sizes.min() < 1:

@@ -1,4 +1,5 @@
-"""What runs on the device while serving: `admit_step`, `prefill_step`, `verify_step`, `decode_step`, `release_step`.
+"""What runs on the device while serving: `admit_step`, `prefill_step`, `verify_step`, `decode_step`, `release_step`; and
+when a check failed: `audit_step`, `quarantine_step`.
 
 Each is a pure function of a `ServingState` that returns the next one. They are jitted by `engine.programs` with
 shardings and donation, for a few shapes, before the first request.
@@ -13,8 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxinfer.cache import INVALID, AllocatorState, allocator, integrity
+from jaxinfer.cache import INVALID, AllocatorState, allocator, digest, integrity, owners, quarantine
+from jaxinfer.cache.digest import Digests
 from jaxinfer.cache.kv import KVCache
+from jaxinfer.cache.owners import Owners
 from jaxinfer.config import ModelConfig
 from jaxinfer.models.attention import PagedContext
 from jaxinfer.models.decoder import Params, bind
@@ -26,17 +29,20 @@ OK, MISMATCH, NO_PAGE = 0, 1, 2
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ServingState:
-    """Everything on the device that changes while serving."""
+    """Everything on the device that changes while serving. `owners` is kept from the level `tags` on, `digests` at the
+    level `digest`; what is None costs nothing."""
 
     cache: KVCache
     allocator: AllocatorState
     sampling: SamplingState
+    owners: Owners | None = None
+    digests: Digests | None = None
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step gives each row: `status` (OK, MISMATCH: the tags did not verify, NO_PAGE: none was free), the new
+    """What a step gives each row: `status` (OK, MISMATCH: its check failed, NO_PAGE: none was free), the new
     token (INVALID unless the row is OK and has one), log-probabilities, and the logits it was drawn from."""
 
     status: Int32[Array, " B"]
@@ -45,14 +51,23 @@ class StepOutput:
     logits: Float[Array, "B V"]
 
 
-def admit_step(state: ServingState, slots: Int32[Array, " S"], rows: SamplingState) -> ServingState:
-    """Open empty `slots` (INVALID: none) for new requests that sample as `rows` says."""
+def admit_step(
+    state: ServingState, slots: Int32[Array, " S"], rows: SamplingState, requests: Int32[Array, " S"] | None = None
+) -> ServingState:
+    """Open empty `slots` (INVALID: none) for new requests that sample as `rows` says. `requests` are their numbers, for
+    the record of a page's owners."""
     pages, opened = allocator.open_slots(state.allocator, slots)
     target = jnp.where(opened, slots, pages.num_slots)
     tags = pages.slot_tags[jnp.where(opened, slots, 0)]
     rows = dataclasses.replace(rows, owner_tags=tags)
     sampling = jax.tree.map(lambda all, new: all.at[target].set(new, mode="drop"), state.sampling, rows)
-    return dataclasses.replace(state, allocator=pages, sampling=sampling)
+    state = dataclasses.replace(state, allocator=pages, sampling=sampling)
+    opened_slots = jnp.where(opened, slots, INVALID)
+    if state.owners is not None and requests is not None:
+        state = dataclasses.replace(state, owners=owners.open_slots(state.owners, opened_slots, requests))
+    if state.digests is not None:
+        state = dataclasses.replace(state, digests=digest.open_slots(state.digests, opened_slots))
+    return state
 
 
 def release_step(state: ServingState, slots: Int32[Array, " S"]) -> ServingState:
@@ -61,9 +76,30 @@ def release_step(state: ServingState, slots: Int32[Array, " S"]) -> ServingState
 
 
 def verify_step(state: ServingState, slots: Int32[Array, " B"]) -> Bool[Array, " B"]:
-    """Whether each slot still is the request's and owns every page that its length covers: checked before any read."""
+    """Whether each slot still is the request's and owns every page that its length covers: checked before any read. With
+    digests, also whether the pages whose turn it is hold what was written to them."""
     tags = state.sampling.owner_tags[jnp.maximum(slots, 0)]
-    return integrity.verify(state.allocator, slots, tags)
+    verified = integrity.verify(state.allocator, slots, tags)
+    if state.digests is not None:
+        verified &= digest.verify(state.digests, state.cache, state.allocator, slots)
+    return verified
+
+
+def audit_step(state: ServingState, slot: Int32[Array, ""]) -> Bool[Array, " M"]:
+    """Whether each page of one slot holds what was written to it; True throughout without digests."""
+    if state.digests is None:
+        return jnp.ones(state.allocator.max_pages_per_slot, bool)
+    return digest.audit(state.digests, state.cache, state.allocator, slot)
+
+
+def quarantine_step(
+    state: ServingState, slots: Int32[Array, " S"], scales: dict[str, Float[Array, " L"]]
+) -> tuple[ServingState, Int32[Array, ""]]:
+    """Empty `slots` (INVALID: none) whose check failed, and put the books in order (`quarantine.restore`). Returns how
+    many pages had to be set aside. `scales` are those of the start, whatever became of the ones in use."""
+    pages, cache, count = quarantine.restore(state.allocator, state.cache, slots)
+    cache = dataclasses.replace(cache, scales=scales)
+    return dataclasses.replace(state, allocator=pages, cache=cache), count
 
 
 def decode_step(
@@ -122,7 +158,18 @@ def _advance(config, dtype, logprobs, params, state, slots, tokens, counts, emit
     sampling = _note_tokens(state.sampling, jnp.where(has_token, slots, INVALID), new)
     status = jnp.where(verified, jnp.where(grant.granted, OK, NO_PAGE), MISMATCH)
     output = StepOutput(status, jnp.where(has_token, new, INVALID), chances, logits)
-    return ServingState(cache, pages, sampling), output
+    after = dataclasses.replace(state, cache=cache, allocator=pages, sampling=sampling)
+    return _record(after, live, grant, context), output
+
+
+def _record(state: ServingState, live: Int32[Array, " B"], grant: allocator.Grant, context: PagedContext):
+    """Keep the books of the pages that a step wrote to, as far as the level asks for them."""
+    if state.owners is not None:
+        state = dataclasses.replace(state, owners=owners.record(state.owners, live, context.pages, context.offsets))
+    if state.digests is not None:
+        digests = digest.record(state.digests, state.cache, grant, context.pages, context.offsets)
+        state = dataclasses.replace(state, digests=digest.rotate(digests, state.allocator, live))
+    return state
 
 
 def _context(pages: AllocatorState, live, before, counts, tokens: int) -> PagedContext:

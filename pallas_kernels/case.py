@@ -39,8 +39,9 @@ class Case(ABC):
     def floor(self) -> Floor: ...
 
     @abstractmethod
-    def intermediate_bytes(self) -> float:
-        """Bytes of partial results that a call writes and reads again, which a GPU's cache may keep."""
+    def requested_bytes(self) -> float:
+        """Bytes that the kernel's programs ask for and write in all: the floor's, what several programs read again
+        and partial results both ways, much of which a GPU's cache serves."""
 
     @abstractmethod
     def turn_bytes(self) -> float:

@@ -1,4 +1,4 @@
-"""The command line as its users meet it: in a process of its own."""
+"""The command line: mistakes, help, and the commands as their users meet them, in a process of their own."""
 
 import json
 import os
@@ -8,7 +8,28 @@ from pathlib import Path
 
 import pytest
 
+from jaxinfer import run as command_line
+
 ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def here(monkeypatch, tmp_path, capsys):
+    """The same in this process, in an empty folder: (exit code, standard output, standard error) of some arguments."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # put back afterwards, whatever the command sets
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
+        try:
+            command_line.main()
+            code = 0
+        except SystemExit as ended:
+            code = ended.code
+        return code, *capsys.readouterr()
+
+    return call
 
 
 def run(*arguments: str, cwd: Path = ROOT, stdin: str = "") -> subprocess.CompletedProcess:
@@ -29,7 +50,6 @@ def run(*arguments: str, cwd: Path = ROOT, stdin: str = "") -> subprocess.Comple
         (["generate", "--prompt", "hi", "--max-tokens", "0"], "max_tokens must be at least 1, not 0"),
         (["generate", "--prompt", "hi", "--max-tokens", "-4"], "max_tokens must be at least 1, not -4"),
         (["generate", "--prompt", " "], "the prompt is empty"),
-        (["generate", "--prompt", "-"], "no prompt was given on standard input"),
         (["generate", "--prompt", "owl " * 1100], "exceed the context of 1024 tokens"),
         (["generate", "--prompt", "hi", "--devices", "3"], "3 devices do not divide"),
         (["generate", "--prompt", "hi", "--devices", "32"], "32 devices do not divide"),
@@ -42,19 +62,22 @@ def run(*arguments: str, cwd: Path = ROOT, stdin: str = "") -> subprocess.Comple
         (["frobnicate"], "No such command 'frobnicate'"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_2(arguments, says, tmp_path):
-    done = run(*arguments, cwd=tmp_path)
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == "" and done.stderr.count("\n") == 1 and done.stderr.startswith("error: ")
-    assert says in done.stderr
+def test_a_mistake_is_one_line_and_exit_2(here, arguments, says, tmp_path):
+    code, out, err = here(*arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("error: ") and says in err, err
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_mistake_in_a_process_of_its_own(tmp_path):
+    done = run("generate", "--prompt", "-", cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == "" and list(tmp_path.iterdir()) == []
+    assert done.stderr == "error: no prompt was given on standard input; give at least one line\n"
+
+
 @pytest.mark.parametrize("command", [[], ["generate"], ["ablation"], ["plan"]])
-def test_help_shows_an_example(command):
-    done = run(*command, "--help")
-    assert done.returncode == 0 and done.stderr == ""
-    assert not command or f"python -m jaxinfer.run {command[0]} --" in done.stdout
+def test_help_shows_an_example(here, command):
+    code, out, err = here(*command, "--help")
+    assert code == 0 and err == "" and (not command or f"python -m jaxinfer.run {command[0]} --" in out)
 
 
 def test_generate_reads_prompts_and_says_its_precision():
@@ -66,10 +89,32 @@ def test_generate_reads_prompts_and_says_its_precision():
     assert all(text in done.stdout for text in texts) and len(done.stdout.splitlines()) >= 4
 
 
-def test_an_ablation_writes_json_markdown_and_a_picture(tmp_path):
-    done = run("ablation", "--tables", "capacity-kimi", "--out", str(tmp_path / "new"))
-    assert done.returncode == 0, done.stderr
+def test_an_ablation_writes_json_markdown_and_a_picture(here, tmp_path):
+    code, _, err = here("ablation", "--tables", "capacity-kimi", "--out", str(tmp_path / "new"))
+    assert code == 0, err
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == [f"capacity-kimi.{s}" for s in ("json", "md", "png")]
     table = json.loads((tmp_path / "new" / "capacity-kimi.json").read_text())
     assert set(table) == {"table", "rows", "meta"} and table["rows"]
     assert table["meta"]["command"].startswith("python -m jaxinfer.run ablation --tables capacity-kimi")
+
+
+def test_the_ablation_tables_of_the_model_are_whole(here, tmp_path, monkeypatch):
+    """All three with next to nothing measured: every field is there, quality is paired, formats differ as they must."""
+    from experiments import ablation
+
+    monkeypatch.setattr(ablation, "QUICK", ablation.Effort(examples=2, texts=1, rounds=2, steps=3))
+    code, out, err = here("ablation", "--out", str(tmp_path))
+    assert code == 0, err
+    found = {n: json.loads((tmp_path / f"{n}.json").read_text()) for n in ("kv-cache", "weights", "integrity")}
+    kv = {row["kv_format"]: row for row in found["kv-cache"]["rows"]}
+    assert kv["bf16"]["bytes_per_token"] == 2 * kv["fp8_e4m3"]["bytes_per_token"] == 1152
+    assert kv["fp8_e4m3"]["tokens_in_budget"] == 2 * kv["bf16"]["tokens_in_budget"]
+    assert kv["bf16"]["kl"] == 0 and 0 < kv["fp8_e4m3"]["kl"] < 0.1
+    assert set(kv["fp8_e4m3"]["quality"]) == {"arithmetic", "choice", "tool_call", "code", "retrieval", "session"}
+    assert all(entry["ci_low"] <= entry["diff"] <= entry["ci_high"] for entry in kv["fp8_e4m3"]["quality"].values())
+    weights = {row["weight_format"]: row for row in found["weights"]["rows"]}
+    ratios = [weights[name]["bytes_ratio"] for name in ("bf16", "fp8_e4m3", "int4:g32+dense")]
+    assert 1 == ratios[0] > ratios[1] > ratios[2]
+    assert 0 < weights["fp8_e4m3"]["kl"] < weights["int4:g128"]["kl"]
+    assert {row["level"] for row in found["integrity"]["rows"]} >= {"off", "tags"}
+    assert out.count("measured on the CPU") == 3

@@ -1,4 +1,5 @@
-"""The paged KV cache: `pages` (the pool), `allocator` (who owns which page), `integrity` (is it still so)."""
+"""The paged KV cache: `pages` (the pool), `allocator` (who owns which page), `integrity` (is it still so), `digest` (are
+its bytes those that were written), `owners` (who had it before), `quarantine` (what becomes of a page that failed)."""
 
 from jaxinfer.cache import allocator, integrity, pages
 from jaxinfer.cache.allocator import INVALID, AllocatorState, Grant

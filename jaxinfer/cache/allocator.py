@@ -257,7 +257,7 @@ def release(
     released = exists & ~_repeated(jnp.where(exists, slots, INVALID))
     pages = state.page_table[row]
     held = released[:, None] & matches(state, pages, state.expected_tags[row])
-    state = _drop_references(state, _once_a_row(jnp.where(held, pages, state.num_pages), state.num_pages))
+    state = _drop_references(state, once_a_row(jnp.where(held, pages, state.num_pages), state.num_pages))
 
     slot = jnp.where(released, slots, state.num_slots)
     state = replace(
@@ -338,12 +338,23 @@ def _plan(state: AllocatorState, slots: Int32[Array, "batch"], counts: Int32[Arr
 
     need = jnp.where(valid, fresh + copied, 0)
     total = jnp.cumsum(need, dtype=jnp.int32)
-    fits = total <= state.free_count
+    fits = total <= _available(state, slots.shape[0] * limit)
     still_shared = jnp.any(before & ~fits[None, :], axis=1)
     granted = valid & jnp.where(need > 0, fits, ~still_shared)
     start = held - copied
     taken = jnp.sum(jnp.where(granted, need, 0), dtype=jnp.int32)
     return _Plan(granted, row, length + counts, start, need, total - need, taken, copied & granted, tail)
+
+
+def _available(state: AllocatorState, most: int) -> Int32[Array, ""]:
+    """How many of the next `most` pages of the stack can be handed out: up to the first that does not exist, has an owner
+    or was named before, none of which a sound free list has (fault 21 and 22: such a page is never handed out)."""
+    place = jnp.arange(min(most, state.num_pages), dtype=jnp.int32)
+    listed, index = _in_range(state.free_count - 1 - place, state.num_pages)
+    exists, page = _in_range(state.free_list[index], state.num_pages)
+    first = jnp.full(state.num_pages, most, jnp.int32).at[page].min(jnp.where(listed & exists, place, most))
+    good = listed & exists & (state.reference_counts[page] == 0) & (first[page] == place)
+    return jnp.sum(jnp.cumprod(good, dtype=jnp.int32), dtype=jnp.int32)
 
 
 def _commit(state: AllocatorState, plan: _Plan, limit: int) -> tuple[AllocatorState, Grant]:
@@ -379,7 +390,7 @@ def _commit(state: AllocatorState, plan: _Plan, limit: int) -> tuple[AllocatorSt
     return new_state, Grant(plan.granted, source, target, rank[-1])
 
 
-def _once_a_row(pages: Int32[Array, "batch columns"], nothing: int) -> Int32[Array, "batch columns"]:
+def once_a_row(pages: Int32[Array, "batch columns"], nothing: int) -> Int32[Array, "batch columns"]:
     """The same pages, sorted in each row, with every repeat within a row replaced by `nothing`."""
     ordered = jnp.sort(pages, axis=1)
     repeat = jnp.pad(ordered[:, 1:] == ordered[:, :-1], ((0, 0), (1, 0)))

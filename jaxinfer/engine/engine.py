@@ -68,8 +68,8 @@ class Engine:
         """Compiles everything. `on_logits(request, place in output, logits [V])` sees what a token was drawn from."""
         config = fit_to_model(config, model)
         self.model, self.config, self.on_logits = model, config, on_logits
-        mesh = make_mesh(config.devices)
         model.config.check_devices(config.devices)
+        mesh = make_mesh(config.devices)
         params = model.prepared(config.precision)
         self.programs = Programs(model.config, params, model.kv_scales, config, mesh, model.compute_dtype)
         self.programs.compile()

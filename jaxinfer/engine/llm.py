@@ -7,6 +7,7 @@ from jaxinfer.checkpoints.model import Model
 from jaxinfer.config import EngineConfig, Precision
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.request import Completion, SamplingParams
+from jaxinfer.errors import UserError
 from jaxinfer.parallel.compilation import use_compilation_cache
 
 
@@ -40,9 +41,17 @@ class LLM:
         """One completion a prompt, in order. All are checked before any is queued."""
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
-        ids = self._submit(prompts, each)
-        done = {e.request: e.completion for e in self.engine.run() if e.completion}
-        return [done[i] for i in ids]
+        if len(each) != len(prompts):
+            raise UserError(f"{len(prompts)} prompts but {len(each)} sampling parameters; give one, or one each")
+        ids: list[int] = []
+        try:
+            for prompt, sampling in zip(prompts, each, strict=True):
+                ids.append(self.engine.submit(prompt, sampling))
+            done = {e.request: e.completion for e in self.engine.run() if e.completion}
+            return [done[i] for i in ids]
+        finally:  # whatever came between: a prompt that is refused, an interrupt
+            for i in ids:
+                self.engine.cancel(i)
 
     def stream(self, prompt: str | list[int], params: SamplingParams | None = None) -> Iterator[str]:
         """The text of one completion, piece by piece. Leaving the loop early cancels the request."""
@@ -51,14 +60,3 @@ class LLM:
             yield from (e.text for e in self.engine.run() if e.request == request and e.text)
         finally:
             self.engine.cancel(request)
-
-    def _submit(self, prompts, params) -> list[int]:
-        ids: list[int] = []
-        try:
-            for prompt, each in zip(prompts, params, strict=True):
-                ids.append(self.engine.submit(prompt, each))
-        except ValueError:
-            for i in ids:
-                self.engine.cancel(i)
-            raise
-        return ids

@@ -1,17 +1,22 @@
-"""The compiled steps of one model on one mesh: jitted with shardings and donation, before the first request."""
+"""The compiled steps of one model on one mesh: jitted with shardings and donation, before the first request.
 
+Prefill and decode have their check in front of them in one program: nothing can come between the two.
+"""
+
+import dataclasses
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxinfer import steps
 from jaxinfer.cache import INVALID, AllocatorState
+from jaxinfer.cache.digest import Digests
 from jaxinfer.cache.kv import KVCache
+from jaxinfer.cache.owners import Owners
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.models.decoder import Params
 from jaxinfer.parallel.sharding import cache_sharding, param_shardings, replicated
@@ -20,7 +25,8 @@ from jaxinfer.steps import ServingState
 
 
 class Programs:
-    """`admit`, `release`, `verify`, `decode` and `prefill` as callables, for the shapes that `config` lists."""
+    """`admit`, `release`, `decode`, `prefill` and, for what failed, `audit` and `quarantine` as callables, for the shapes
+    that `config` lists. `verify` is the check by itself, for measurements; it compiles when it is first called."""
 
     def __init__(self, model: ModelConfig, params: Params, kv_scales, config: EngineConfig, mesh: Mesh, dtype):
         self.config = config
@@ -29,20 +35,21 @@ class Programs:
         state = jax.eval_shape(functools.partial(create_state, model, config, None))
         self.shardings = state_shardings(model, state, mesh)
         self._create = jax.jit(functools.partial(create_state, model, config), out_shardings=self.shardings)
+        # Of a whole state only the scales are kept: XLA makes nothing else.
+        self._create_scales = jax.jit(lambda scales: create_state(model, config, scales).cache.scales)
         self._kv_scales = kv_scales
         here, everywhere = self.shardings, replicated(mesh)
         self.admit = jax.jit(steps.admit_step, donate_argnums=0, out_shardings=here)
         self.release = jax.jit(steps.release_step, donate_argnums=0, out_shardings=here)
         self.verify = jax.jit(steps.verify_step, out_shardings=everywhere)
-        self.always = {n: jax.device_put(jnp.ones(n, bool), everywhere) for n in self._batches()}
-        # The named functions keep their names in profiles.
+        self.audit = jax.jit(steps.audit_step, out_shardings=everywhere)
+        self._quarantine = jax.jit(steps.quarantine_step, donate_argnums=0, out_shardings=(here, everywhere))
         make = lambda step: jax.jit(  # noqa: E731
-            functools.partial(step, model, dtype, config.logprobs), donate_argnums=1, out_shardings=(here, everywhere)
+            checked(step, config.integrity, model, dtype, config.logprobs),
+            donate_argnums=1,
+            out_shardings=(here, everywhere),
         )
         self.decode, self.prefill = make(steps.decode_step), make(steps.prefill_step)
-
-    def _batches(self) -> set[int]:
-        return {*self.config.decode_buckets, *(rows for rows, _ in self.config.prefill_buckets)}
 
     def create_state(self) -> ServingState:
         """A fresh state: no pages owned, nothing cached."""
@@ -62,25 +69,34 @@ class Programs:
     def _warm_admission(self) -> None:
         slots = np.full(self.config.max_slots, INVALID, np.int32)
         rows = SamplingState.create(self.config.max_slots)
-        state = self.admit(self.create_state(), slots, jax.tree.map(np.asarray, rows))
-        jax.block_until_ready(self.release(state, slots))
+        state = self.admit(self.create_state(), slots, jax.tree.map(np.asarray, rows), slots)
+        state, _ = self.quarantine(self.release(state, slots), slots)
+        jax.block_until_ready(self.audit(state, np.int32(0)))
 
     def _warm_decode(self, batch: int) -> None:
         slots = jax.device_put(np.full(batch, INVALID, np.int32), replicated(self.mesh))
-        state = self.create_state()
-        jax.block_until_ready(self.decode(self.params, state, slots, self._check(state, slots)))
+        jax.block_until_ready(self.decode(self.params, self.create_state(), slots))
 
     def _warm_prefill(self, rows: int, tokens: int) -> None:
         slots = np.full(rows, INVALID, np.int32)
-        state = self.create_state()
         chunk = (np.zeros((rows, tokens), np.int32), np.zeros(rows, np.int32), np.zeros(rows, bool))
-        jax.block_until_ready(self.prefill(self.params, state, slots, *chunk, self._check(state, slots)))
+        jax.block_until_ready(self.prefill(self.params, self.create_state(), slots, *chunk))
 
-    def _check(self, state: ServingState, slots) -> jax.Array:
-        """The verdict on `slots`, a separate program whose result gates the step on the device."""
-        return self.verify(state, slots) if self.config.verify else self.always[len(slots)]
+    def quarantine(self, state: ServingState, slots: np.ndarray) -> tuple[ServingState, jax.Array]:
+        """`quarantine_step`, with the scales of the checkpoint."""
+        return self._quarantine(state, slots, self._create_scales(self._kv_scales))
 
-    check = _check
+
+def checked(step: Callable, level: str, *static) -> Callable:
+    """`step` behind its check: `(params, state, slots, *inputs)` -> what `step` returns. At the level `off` every slot
+    passes."""
+
+    def run(params: Params, state: ServingState, slots, *inputs):
+        verified = steps.verify_step(state, slots) if level != "off" else slots >= 0
+        return step(*static, params, state, slots, *inputs, verified)
+
+    run.__name__ = step.__name__  # the name in profiles
+    return run
 
 
 def create_state(model: ModelConfig, config: EngineConfig, kv_scales) -> ServingState:
@@ -88,11 +104,13 @@ def create_state(model: ModelConfig, config: EngineConfig, kv_scales) -> Serving
         model.attention.entries, model.layers, config.num_pages, config.page_size, config.precision.kv, kv_scales
     )
     pages = AllocatorState.create(config.num_pages, config.max_slots, config.max_pages_per_slot, config.page_size)
-    return ServingState(cache, pages, SamplingState.create(config.max_slots))
+    owners = Owners.create(config.num_pages, config.max_slots) if config.integrity != "off" else None
+    digests = Digests.create(cache, config.max_slots, config.digest_pages) if config.integrity == "digest" else None
+    return ServingState(cache, pages, SamplingState.create(config.max_slots), owners, digests)
 
 
 def state_shardings(model: ModelConfig, state: ServingState, mesh: Mesh) -> ServingState:
+    """Pages are split as `cache_sharding` says; everything else is small and replicated."""
     everywhere = jax.tree.map(lambda _: replicated(mesh), state)
     entries = {kind: cache_sharding(model, mesh) for kind in state.cache.entries}
-    cache = KVCache(entries, everywhere.cache.scales, state.cache.format)  # type: ignore[arg-type]
-    return ServingState(cache, everywhere.allocator, everywhere.sampling)
+    return dataclasses.replace(everywhere, cache=dataclasses.replace(everywhere.cache, entries=entries))

@@ -3,24 +3,25 @@
 More telling than scores: every token of every answer counts, and a difference shows before it changes an answer.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import scipy.special
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxinfer.cache.kv import KVCache
 from jaxinfer.checkpoints.model import Model
-from jaxinfer.config import Precision
+from jaxinfer.config import ModelConfig, Precision
 from jaxinfer.evaluation.tasks import Example
 from jaxinfer.models.attention import PagedContext
-from jaxinfer.models.decoder import bind
+from jaxinfer.models.decoder import Params, bind
+from jaxinfer.quantization.formats import KVFormat
 from jaxinfer.text.tokenizer import END
 
-WIDTHS = (128, 256, 512, 1024)
+WIDTHS = (256, 1024)
 """Lengths that texts are padded to; one program each."""
 
 
@@ -43,23 +44,26 @@ def texts_of(model: Model, examples: Sequence[Example]) -> list[Text]:
     return found
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _text_logits(
+    config: ModelConfig, kv: KVFormat, dtype, params: Params, scales, tokens: Int32[Array, " n"], count: Int32[Array, ""]
+) -> Float[Array, "n V"]:
+    cache = KVCache.create(config.attention.entries, config.layers, 1, tokens.shape[0], kv, scales)
+    context = PagedContext.one_text(tokens.shape[0], count)
+    hidden, _ = bind(config, params).paged(tokens[None], context, cache, dtype)
+    return bind(config, params).logits(hidden[0])
+
+
 def served_logits(model: Model, precision: Precision) -> Callable[[Int32[np.ndarray, " n"]], Float[np.ndarray, "n V"]]:
     """A function that gives the logits after every token of a text, each read through pages in the KV format of
     `precision` with weights in its weight format: what serving computes, with the text forced."""
-    config, params = model.config, model.prepared(precision)
-
-    @jax.jit
-    def run(params, scales, tokens: Int32[Array, " n"], count: Int32[Array, ""]):
-        width = tokens.shape[0]
-        cache = KVCache.create(config.attention.entries, config.layers, 1, width, precision.kv, scales)
-        context = PagedContext.one_text(width, count)
-        hidden, _ = bind(config, params).paged(tokens[None], context, cache, model.compute_dtype)
-        return bind(config, params).logits(hidden[0])
+    params = model.prepared(precision)
 
     def logits(tokens):
         width = next(w for w in WIDTHS if w >= len(tokens))
-        padded = np.pad(tokens, (0, width - len(tokens)))
-        return np.asarray(run(params, model.kv_scales, padded, jnp.int32(len(tokens))))[: len(tokens)]
+        padded, count = np.pad(tokens, (0, width - len(tokens))), np.int32(len(tokens))
+        rows = _text_logits(model.config, precision.kv, model.compute_dtype, params, model.kv_scales, padded, count)
+        return np.asarray(rows)[: len(tokens)]
 
     return logits
 

@@ -131,9 +131,9 @@ class GQA(nnx.Module):
         assert isinstance(gqa, GQAConfig)
         self.dims = gqa
         width, kv_width = gqa.heads * gqa.head_dim, gqa.kv_heads * gqa.head_dim
-        self.query = Linear(layers, config.hidden, width, ("embed", "heads"), rngs, dtype)
-        self.key = Linear(layers, config.hidden, kv_width, ("embed", "kv_heads"), rngs, dtype)
-        self.value = Linear(layers, config.hidden, kv_width, ("embed", "kv_heads"), rngs, dtype)
+        self.query = Linear(layers, config.hidden, width, ("embed", "heads"), rngs, dtype, gqa.bias)
+        self.key = Linear(layers, config.hidden, kv_width, ("embed", "kv_heads"), rngs, dtype, gqa.bias)
+        self.value = Linear(layers, config.hidden, kv_width, ("embed", "kv_heads"), rngs, dtype, gqa.bias)
         self.output = Linear(layers, width, config.hidden, ("heads", "embed"), rngs, dtype)
         if gqa.qk_norm:
             self.query_norm = RMSNorm(layers, gqa.head_dim, config.rms_eps, rngs, dtype)

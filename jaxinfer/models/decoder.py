@@ -73,7 +73,7 @@ class Decoder(nnx.Module):
         self.dense = Block(config.dense_layers, config, False, rngs, dtype) if config.dense_layers else None
         self.sparse = Block(config.moe_layers, config, True, rngs, dtype) if config.moe_layers else None
         self.norm = RMSNorm(1, config.hidden, config.rms_eps, rngs, dtype)
-        self.head = parameter(rngs, dtype, ("embed", "vocab"), (config.hidden, config.vocab))
+        self.head = None if config.tied else parameter(rngs, dtype, ("embed", "vocab"), (config.hidden, config.vocab))
 
     def _blocks(self):
         """The stacks in order, each with its number of layers and the first one's index in the cache."""
@@ -88,6 +88,9 @@ class Decoder(nnx.Module):
     def logits(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Float32 logits of hidden states."""
         x = self.norm(x, jnp.int32(0))
+        if self.head is None:
+            embedding = self.embedding.get_value().astype(x.dtype)
+            return jnp.einsum("...d,vd->...v", x, embedding, preferred_element_type=jnp.float32)
         return jnp.matmul(x, self.head.get_value().astype(x.dtype), preferred_element_type=jnp.float32)
 
     def plain(self, tokens, positions, segments, dtype, capacity_factor=None):

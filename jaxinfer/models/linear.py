@@ -8,13 +8,18 @@ from jaxinfer.quantization.tensor import dequantize, matmul, take
 
 
 class Linear(nnx.Module):
-    """Weights `[layers, inputs, outputs]`; `axes` are the logical names of the last two."""
+    """Weights `[layers, inputs, outputs]`; `axes` are the logical names of the last two. A `bias` is
+    `[layers, outputs]`."""
 
-    def __init__(self, layers: int, inputs: int, outputs: int, axes: tuple[str, str], rngs: nnx.Rngs, dtype):
+    def __init__(
+        self, layers: int, inputs: int, outputs: int, axes: tuple[str, str], rngs: nnx.Rngs, dtype, bias: bool = False
+    ):
         self.weight = parameter(rngs, dtype, ("layers", *axes), (layers, inputs, outputs), kind="linear")
+        self.bias = parameter(rngs, dtype, ("layers", axes[1]), (layers, outputs), init="zeros") if bias else None
 
     def __call__(self, x: Float[Array, "... inputs"], layer: Int32[Array, ""]) -> Float[Array, "... outputs"]:
-        return matmul(x, self.weight.get_value(), layer)
+        y = matmul(x, self.weight.get_value(), layer)
+        return y if self.bias is None else y + self.bias.get_value()[layer].astype(y.dtype)
 
     def matrix(self, layer: Int32[Array, ""], dtype) -> Float[Array, "inputs outputs"]:
         """The layer's matrix in `dtype`, for products that are not `x @ W` (absorbed attention)."""

@@ -1,4 +1,4 @@
-"""Rotary position embedding, plain and YaRN, over all or part of a head."""
+"""Rotary position embedding, plain, YaRN and Llama 3.1, over all or part of a head."""
 
 import math
 
@@ -6,15 +6,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from jaxinfer.config import RopeConfig, YarnConfig, yarn_mscale
+from jaxinfer.config import Llama3Rope, RopeConfig, YarnConfig, yarn_mscale
 
 
 def inverse_frequencies(config: RopeConfig, dim: int) -> np.ndarray:
     """Radians a position for each of the `dim`/2 pairs, float32."""
     plain = config.theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
-    if config.yarn is None:
-        return plain.astype(np.float32)
-    return _yarn_frequencies(plain, config.yarn, config.theta, dim).astype(np.float32)
+    if config.yarn is not None:
+        plain = _yarn_frequencies(plain, config.yarn, config.theta, dim)
+    elif config.llama3 is not None:
+        plain = _llama3_frequencies(plain, config.llama3)
+    return plain.astype(np.float32)
 
 
 def _yarn_frequencies(plain: np.ndarray, yarn: YarnConfig, theta: float, dim: int) -> np.ndarray:
@@ -28,6 +30,13 @@ def _yarn_frequencies(plain: np.ndarray, yarn: YarnConfig, theta: float, dim: in
     high = min(math.ceil(pair_that_turns(yarn.beta_slow)), dim - 1)
     ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0, 1)
     return plain * (1 - ramp) + plain / yarn.factor * ramp
+
+
+def _llama3_frequencies(plain: np.ndarray, llama3: Llama3Rope) -> np.ndarray:
+    """As Llama 3.1's published code has them."""
+    turns = llama3.original_max_position * plain / (2 * math.pi)
+    kept = np.clip((turns - llama3.low) / (llama3.high - llama3.low), 0, 1)
+    return plain * kept + plain / llama3.factor * (1 - kept)
 
 
 def rotate(x: Float[Array, "B T H R"], positions: Int32[Array, "B T"], config: RopeConfig) -> Float[Array, "B T H R"]:

@@ -1,7 +1,7 @@
-"""What an H200 would execute of a kernel: registers, spills and the instructions of its inner loop, read without a GPU.
+"""What an H200 would execute of a kernel: registers, spills, the instructions of its inner loop, read without a GPU.
 
-NVIDIA's assembler (ptxas) turns the PTX of `deviceless` into machine code and its disassembler (nvdisasm) shows it; both
-come with the extra `aot`. `Loop.issue_share` compares two times of one turn of the loop: that of issuing its
+NVIDIA's assembler (ptxas) turns the PTX of `deviceless` into machine code and its disassembler (nvdisasm) shows it;
+both come with the extra `aot`. `Loop.issue_share` compares two times of one turn of the loop: that of issuing its
 instructions (four a cycle and multiprocessor) and that of fetching its bytes at the memory's full rate. Below about 0.8
 the memory sets the pace; above 1 the instructions do. It is a reading of the program, not a measurement.
 """
@@ -22,12 +22,12 @@ ISSUE_PER_CYCLE = 4
 BYTES_PER_CYCLE = 4.8e12 / 132 / 1.98e9  # an H200's memory rate, a multiprocessor's share, at its highest clock
 REGISTERS, SHARED_BYTES, THREADS, BLOCKS = 65_536, 233_472, 2048, 32  # of a multiprocessor
 RESERVED_SHARED = 1024  # bytes a block that CUDA keeps
-GROUPED = ("HGMMA", "QGMMA", "HMMA", "LDS", "STS", "LDG", "STG", "LDSM", "LDGSTS")
+DETAILED = ("HGMMA", "QGMMA", "HMMA", "LDS", "STS", "LDG", "STG", "LDSM", "LDGSTS")
 
 
 @dataclass(frozen=True)
 class Loop:
-    """Instructions of an innermost loop, by kind."""
+    """Instructions of a stretch of code, by kind."""
 
     mix: Counter[str]
 
@@ -45,11 +45,16 @@ class Loop:
 
 @dataclass(frozen=True)
 class MachineCode:
-    """A kernel after assembly; `main_loop` is its longest innermost loop."""
+    """A kernel after assembly: all of its code, and its innermost loops, of which `main_loop` is the longest.
+
+    `serialized`: the assembler says that it put wgmma instructions one after the other.
+    """
 
     kernel: Kernel
     registers: int
     spill_bytes: int
+    serialized: bool
+    code: Loop
     loops: tuple[Loop, ...]
 
     @property
@@ -74,7 +79,9 @@ def read(kernel: Kernel) -> MachineCode:
         listing = _call("nvdisasm", "-c", str(binary))
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     registers = max(int(number) for number in re.findall(r"Used (\d+) registers", log))
-    return MachineCode(kernel, registers, sum(int(n) for pair in spills for n in pair), tuple(_loops(listing)))
+    spilled = sum(int(number) for pair in spills for number in pair)
+    code, loops = _parse(listing)
+    return MachineCode(kernel, registers, spilled, "wgmma.mma_async instructions are serialized" in log, code, loops)
 
 
 def _call(tool: str, *arguments: str) -> str:
@@ -96,8 +103,8 @@ def _tool(name: str) -> str:
     raise UserError(f"{name} is not installed: {INSTALL}")
 
 
-def _loops(listing: str) -> list[Loop]:
-    """Innermost loops: backward branches that hold no other one."""
+def _parse(listing: str) -> tuple[Loop, tuple[Loop, ...]]:
+    """All code, and the innermost loops: backward branches that hold no other one."""
     code: list[str] = []
     labels: dict[str, int] = {}
     for line in listing.splitlines():
@@ -106,15 +113,16 @@ def _loops(listing: str) -> list[Loop]:
         elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
             code.append(re.sub(r"^@!?U?P\w+\s+", "", instruction[1].strip()))
     spans = []
-    for place, instruction in enumerate(code):
-        target = re.search(r"BRA.*?`?\(?(\.L_x?_?\w+)", instruction)
+    for place, text in enumerate(code):
+        target = re.search(r"BRA.*?`?\(?(\.L_x?_?\w+)", text)
         if target and labels.get(target[1], place) < place:
             spans.append((labels[target[1]], place))
     inner = [a for a in spans if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in spans)]
-    return [Loop(Counter(_kind(instruction) for instruction in code[start : end + 1])) for start, end in inner]
+    loop = lambda start, end: Loop(Counter(map(_kind, code[start:end])))  # noqa: E731
+    return loop(0, len(code)), tuple(loop(start, end + 1) for start, end in inner)
 
 
 def _kind(instruction: str) -> str:
-    """`HGMMA.64x16x16.F32` or `IADD3`: the operation, with its shape where that says something."""
+    """`HGMMA.64x16x16.F32` or `IADD3`: the operation, with its shape or width where that says something."""
     parts = instruction.split()[0].split(".")
-    return ".".join(parts[:3]) if parts[0] in GROUPED else parts[0]
+    return ".".join(parts[:5]) if parts[0] in DETAILED else parts[0]

@@ -1,8 +1,9 @@
-"""Byte-level BPE tokenizer, safe against special tokens in user text, and incremental decoding."""
+"""BPE tokenizer (byte-level, or with bytes as a fallback), safe against special tokens in user text, and incremental decoding."""
 
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +27,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTES = _byte_alphabet()
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
@@ -36,26 +38,34 @@ class Tokenizer:
     '7 owls'
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer):
-        missing = [token for token in (PAD, BOS, END) if backend.token_to_id(token) is None]
+    def __init__(
+        self, backend: tokenizers.Tokenizer, bos: str | None = BOS, end: str = END, pad: str | None = PAD
+    ):
+        """`bos`, `end`, `pad`: spellings of the tokens for it; a model may have none that begins a text, or pads."""
+        missing = [token for token in (pad, bos, end) if token is not None and backend.token_to_id(token) is None]
         if missing:
             raise ValueError(f"tokenizer has no {', '.join(missing)}")
+        self._bos, self._end, self._pad = bos, end, pad
         self._special = backend
         # The same merges with no special token registered: their spelling is then ordinary text.
         self._plain = tokenizers.Tokenizer(backend.model)
         self._plain.normalizer = backend.normalizer
         self._plain.pre_tokenizer = backend.pre_tokenizer
-        self._special_ids = {
-            id: token.content for id, token in backend.get_added_tokens_decoder().items() if token.special
-        }
+        added = backend.get_added_tokens_decoder()
+        self._added = {id: token.content for id, token in added.items()}
+        self._special_ids = {id: token.content for id, token in added.items() if token.special}
+        # Such a model spells a space "▁", and bytes that no other token covers "<0xE2>".
+        self._spells_bytes = bool(getattr(backend.model, "byte_fallback", False))
 
     @classmethod
-    def load(cls, path: str | Path) -> Tokenizer:
+    def load(
+        cls, path: str | Path, bos: str | None = BOS, end: str = END, pad: str | None = PAD
+    ) -> Tokenizer:
         """Read a `tokenizer.json`; a missing or unreadable file raises ValueError naming the path."""
         if not Path(path).is_file():
             raise ValueError(f"no tokenizer at {path}")
         try:
-            return cls(tokenizers.Tokenizer.from_file(str(path)))
+            return cls(tokenizers.Tokenizer.from_file(str(path)), bos, end, pad)
         except Exception as error:  # noqa: BLE001 (the library raises no narrower class)
             reason = " ".join(str(error).split())
             raise ValueError(f"cannot read the tokenizer at {path}: {reason}") from None
@@ -104,36 +114,57 @@ class Tokenizer:
     @cached_property
     def _token_bytes(self) -> list[bytes]:
         def spelled(id: int) -> bytes:
-            if id in self._special_ids:
-                return self._special_ids[id].encode()
-            return bytes(_BYTES[char] for char in self._special.id_to_token(id) or "")
+            if id in self._added:
+                return self._added[id].encode()
+            token = self._special.id_to_token(id) or ""
+            if not self._spells_bytes:
+                return bytes(_BYTES[char] for char in token)
+            return bytes([int(match[1], 16)]) if (match := _BYTE.fullmatch(token)) else token.replace("▁", " ").encode()
 
         return [spelled(id) for id in range(self.vocab_size)]
 
+    def id_of(self, token: str) -> int | None:
+        """Id of the token spelled so, None where there is none."""
+        return self._special.token_to_id(token)
+
     def _id(self, token: str) -> int:
-        id = self._special.token_to_id(token)
+        id = self.id_of(token)
         assert id is not None, f"{token} was looked for in __init__"
         return id
 
     @cached_property
     def vocab_size(self) -> int:
-        """Number of token ids, special ones included."""
-        return self._special.get_vocab_size(with_added_tokens=True)
+        """One more than the largest token id, special ones included."""
+        return max(self._special.get_vocab(with_added_tokens=True).values()) + 1
 
     @property
     def pad_id(self) -> int:
-        """Id of the padding token."""
-        return self._id(PAD)
+        """Id of the padding token; where there is none, of the one that ends a message."""
+        return self._id(self._pad or self._end)
 
     @property
-    def bos_id(self) -> int:
-        """Id of the token that opens every prompt."""
-        return self._id(BOS)
+    def bos(self) -> str:
+        """Spelling of the token that opens every prompt; empty where there is none."""
+        return self._bos or ""
+
+    @property
+    def end(self) -> str:
+        """Spelling of the token that ends a message."""
+        return self._end
+
+    @property
+    def bos_id(self) -> int | None:
+        """Id of the token that opens every prompt, None where there is none."""
+        return None if self._bos is None else self._id(self._bos)
 
     @property
     def end_id(self) -> int:
         """Id of the token that ends a message."""
-        return self._id(END)
+        return self._id(self._end)
+
+    def added_tokens(self, special_only: bool = False) -> list[str]:
+        """Spellings of the tokens that are no part of ordinary text."""
+        return list((self._special_ids if special_only else self._added).values())
 
     @property
     def special_ids(self) -> frozenset[int]:
@@ -147,9 +178,10 @@ class StreamDecoder:
     The pieces returned by `push` and the last `flush`, joined, equal `tokenizer.decode` of all ids.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True):
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True, keep: frozenset[int] = frozenset()):
+        """`keep`: special tokens that are spelled out all the same, such as those around a tool call."""
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special else frozenset()
+        self._skipped = tokenizer.special_ids - keep if skip_special else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, id: int) -> str:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.case import Case, Floor
-from pallas_kernels.fp8_matmul.api import fp8_grouped_matmul, fp8_matmul, plain_tuning
+from pallas_kernels.fp8_matmul.api import fp8_grouped_matmul, fp8_matmul, grouped_tuning, plain_tuning
 from pallas_kernels.fp8_matmul.reference import BLOCK
 from pallas_kernels.w4a16_matmul.shapes import routed
 
@@ -50,9 +50,17 @@ class FP8Case(Case):
         weights = used * self.inputs * self.outputs
         return Floor(weights + rows * (4 * self.inputs + 2 * self.outputs), 2 * rows * self.inputs * self.outputs)
 
-    def intermediate_bytes(self) -> float:
-        splits = 1 if self.counts else plain_tuning(self.rows, self.inputs, self.outputs).splits
-        return 8 * splits * self.rows * self.outputs if splits > 1 else 0
+    def requested_bytes(self) -> float:
+        tuning = (
+            grouped_tuning(self.rows, len(self.counts))
+            if self.counts
+            else plain_tuning(self.rows, self.inputs, self.outputs)
+        )
+        rows = sum(self.counts) if self.counts else self.rows
+        weights = sum(-(-count // tuning.rows) for count in self.counts or (self.rows,)) * self.inputs * self.outputs
+        activations = rows * self.inputs * (3 + -(-self.outputs // BLOCK))  # bfloat16 in, e4m3 out, e4m3 to each tile
+        partial = 8 * rows * self.outputs * tuning.splits * (tuning.splits > 1)
+        return weights + activations + 2 * rows * self.outputs + partial
 
     def turn_bytes(self) -> float:
         return BLOCK * BLOCK

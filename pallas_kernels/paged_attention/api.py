@@ -103,10 +103,11 @@ def mla_tuning(rows: int, dtype) -> Tuning:
 def gqa_tuning(rows: int, head: int, dtype) -> Tuning:
     """Launch parameters for so many query rows (tokens times group) a sequence and key-value head."""
     tile = 128 if head <= 64 else 64 if head <= 128 else 32
+    converted = dtype == jnp.uint8
     if rows <= 16:
-        return Tuning(16, tile, warps=4, depth=3)
+        return Tuning(16, tile, warps=4, depth=3 if converted else 2)
     if rows <= 32:
-        return Tuning(32, tile, warps=4 if dtype == jnp.uint8 else 8, depth=3)
+        return Tuning(32, tile, warps=4 if converted else 8, depth=3)
     return Tuning(64, min(tile, 64), warps=4, depth=2) if rows <= 64 else Tuning(128, min(tile, 64), warps=8, depth=2)
 
 

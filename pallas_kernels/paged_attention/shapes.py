@@ -1,5 +1,6 @@
 """The paged attention of the models that jaxinfer plans for, on one of eight GPUs, and small ones for tests."""
 
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import jax
@@ -66,13 +67,18 @@ class AttentionCase(Case):
         query = jax.random.normal(key, (*positions.shape, self.heads, width), jnp.bfloat16)
         return jnp.where(positions[..., None, None] >= 0, query, jnp.nan)
 
-    def _partial_bytes(self, rows: int, kv_heads: int, height: int, width: int) -> float:
-        """Both ways, float32."""
+    def _again_bytes(self, rows: int, kv_heads: int, height: int, width: int) -> float:
+        """Entries that further blocks of rows read (their causal part counted whole), and partial results both ways."""
+        entries = sum(self.lengths) * self._entry_bytes() * (-(-rows // height) - 1)
         count = len(self.lengths) * kv_heads * -(-rows // height)
         if count >= 2 * blocks.PIECES:
-            return 0
-        used = min(rows, height) * width + 2 * height
-        return 8 * used * min(count + blocks.PIECES, sum(-(-n // 64) for n in self.lengths) * kv_heads)
+            return entries
+        tiles = sum(-(-n // 64) for n in self.lengths) * kv_heads * -(-rows // height)
+        return entries + 8 * (min(rows, height) * width + 2 * height) * min(count + blocks.PIECES, tiles)
+
+    @abstractmethod
+    def _entry_bytes(self) -> int:
+        """Bytes of a token's entry, all its key-value heads."""
 
 
 @dataclass(frozen=True)
@@ -94,14 +100,18 @@ class MLACase(AttentionCase):
         given = {"latent": self.latent, "kv_scale": scale, "softmax_scale": 0.1, "implementation": implementation}
         return mla_attention(query, pool, layer, table, lengths, positions, **given)
 
+    def _entry_bytes(self) -> int:
+        return (self.latent + self.rope) * self.itemsize
+
     def floor(self) -> Floor:
         width, queries = self.latent + self.rope, len(self.lengths) * self.tokens * self.heads
-        moved = sum(self.lengths) * width * self.itemsize + queries * (2 * width + 4 * self.latent)
+        moved = sum(self.lengths) * self._entry_bytes() + queries * (2 * width + 4 * self.latent)
         return Floor(moved, 2 * self.heads * self.seen * (width + self.latent))
 
-    def intermediate_bytes(self) -> float:
+    def requested_bytes(self) -> float:
         rows = self.tokens * self.heads
-        return self._partial_bytes(rows, 1, mla_tuning(rows, jnp.dtype(self.stored)).rows, self.latent)
+        height = mla_tuning(rows, jnp.dtype(self.stored)).rows
+        return self.floor().bytes + self._again_bytes(rows, 1, height, self.latent)
 
     def turn_bytes(self) -> float:
         tile = mla_tuning(self.tokens * self.heads, jnp.dtype(self.stored)).tile
@@ -133,18 +143,20 @@ class GQACase(AttentionCase):
         given |= {"implementation": implementation}
         return gqa_attention(query, keys, values, layer, table, lengths, positions, **given)
 
+    def _entry_bytes(self) -> int:
+        return 2 * self.kv_heads * (self.head * self.itemsize + 4 * self.per_token)
+
     def floor(self) -> Floor:
-        entry = 2 * self.kv_heads * (self.head * self.itemsize + 4 * self.per_token)
         queries = len(self.lengths) * self.tokens * self.heads
-        moved = sum(self.lengths) * entry + queries * self.head * 6
+        moved = sum(self.lengths) * self._entry_bytes() + queries * self.head * 6
         return Floor(moved, 4 * self.heads * self.seen * self.head)
 
     def _tuning(self):
         return gqa_tuning(self.tokens * self.heads // self.kv_heads, self.head, jnp.dtype(self.stored))
 
-    def intermediate_bytes(self) -> float:
+    def requested_bytes(self) -> float:
         rows = self.tokens * self.heads // self.kv_heads
-        return self._partial_bytes(rows, self.kv_heads, self._tuning().rows, self.head)
+        return self.floor().bytes + self._again_bytes(rows, self.kv_heads, self._tuning().rows, self.head)
 
     def turn_bytes(self) -> float:
         return self._tuning().tile * 2 * (self.head * self.itemsize + 4 * self.per_token)

@@ -53,9 +53,13 @@ class W4A16Case(Case):
             return grouped_tuning(self.rows, len(self.counts), self.outputs)
         return plain_tuning(self.rows, self.inputs, self.outputs)
 
-    def intermediate_bytes(self) -> float:
-        splits = self._tuning().splits
-        return 8 * splits * self.rows * self.outputs if splits > 1 else 0
+    def requested_bytes(self) -> float:
+        tuning, rows = self._tuning(), sum(self.counts) if self.counts else self.rows
+        blocks = sum(-(-count // tuning.rows) for count in self.counts or (self.rows,))
+        weights = blocks * self.inputs * self.outputs * (0.5 + 2 / self.group)
+        activations = 2 * rows * self.inputs * -(-self.outputs // tuning.columns)
+        partial = 8 * rows * self.outputs * tuning.splits * (tuning.splits > 1)
+        return weights + activations + 2 * rows * self.outputs + partial
 
     def turn_bytes(self) -> float:
         return self._tuning().columns * CHUNK * (0.5 + 2 / self.group)

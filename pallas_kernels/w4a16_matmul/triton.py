@@ -7,7 +7,8 @@ cores from registers; the activations, few rows, are the right operand in shared
 """
 
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from operator import and_
 
 import jax
 import jax.numpy as jnp
@@ -95,19 +96,17 @@ def _weights(words, scale, layer, expert, column, chunk, *, inputs: int, group: 
     # lax.div and lax.rem, not // and %, whose rounding hides from Triton that eight words lie together.
     block = chunk * (CHUNK // BLOCK) + lax.div(word, jnp.int32(WORDS))
     part = chunk * (CHUNK // group) + jnp.arange(CHUNK // group, dtype=jnp.int32)[None, :]
-    inside = column < scale.shape[-1]
-    ragged = inputs % CHUNK or scale.shape[-1] % columns
-    masked = lambda place, limit: jnp.broadcast_to(inside & (place < limit), (columns, place.shape[1]))  # noqa: E731
-    bits = plgpu.load(
-        words.at[layer, expert, block, column * WORDS + lax.rem(word, jnp.int32(WORDS))],
-        mask=masked(block, inputs // BLOCK) if ragged else None,
-        other=0 if ragged else None,
-    )
-    steps = plgpu.load(
-        scale.at[layer, expert, part, column],
-        mask=masked(part, inputs // group) if ragged else None,
-        other=0.0 if ragged else None,
-    )
+
+    def masked(place, limit: int) -> dict:
+        """Keywords of a load that leaves out what is past the matrix; none where the matrix is whole tiles."""
+        masks = [column < scale.shape[-1]] if scale.shape[-1] % columns else []
+        masks += [place < limit] if inputs % CHUNK else []
+        shape = (columns, place.shape[1])
+        return {"mask": jnp.broadcast_to(reduce(and_, masks), shape), "other": 0} if masks else {}
+
+    place = words.at[layer, expert, block, column * WORDS + lax.rem(word, jnp.int32(WORDS))]
+    bits = plgpu.load(place, **masked(block, inputs // BLOCK))
+    steps = plgpu.load(scale.at[layer, expert, part, column], **masked(part, inputs // group))
     steps = jnp.broadcast_to(steps.astype(dtype)[:, :, None], (columns, CHUNK // group, width // (CHUNK // group)))
     steps = steps.reshape(columns, width)
     return [nibble(bits, j, dtype) * steps for j in range(PLANES)]

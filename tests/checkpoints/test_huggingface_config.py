@@ -102,7 +102,8 @@ def test_plain_rope_and_plain_queries():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "llama"}, "unknown architecture 'llama'; there are: deepseek_v3, kimi_k2, kimi_k25"),
+        ({"model_type": "gpt2"}, "unknown architecture 'gpt2'; there are: deepseek_v3, glm4_moe, kimi_k2, kimi_k25, "),
+        ({"model_type": "glm_moe_dsa"}, "architecture 'glm_moe_dsa' attends sparsely (DSA)"),
         ({"model_type": None}, "field model_type is missing"),
         ({"hidden_size": None}, "field hidden_size is missing"),
         ({"hidden_size": "7168"}, "field hidden_size is '7168', not of type int"),

@@ -46,9 +46,10 @@ def test_the_kernels_take_every_listed_case(case):
 
 def test_a_layer_is_picked_by_its_index():
     case = w4a16.W4A16Case("layers", 3, 256, 128, layers=3)
-    last, x, words, scale = case.operands(jax.random.key(2))
+    _, x, words, scale = case.operands(jax.random.key(2))
     found = [case.call(jnp.int32(i), x, words, scale, implementation="interpret") for i in range(3)]
-    alone = [case.call(jnp.int32(0), x, words[i : i + 1], scale[i : i + 1], implementation="interpret") for i in range(3)]
-    for one, other in zip(found, alone, strict=True):
-        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+    one = lambda i: (x, words[i : i + 1], scale[i : i + 1])  # noqa: E731
+    alone = [case.call(jnp.int32(0), *one(i), implementation="interpret") for i in range(3)]
+    for mine, other in zip(found, alone, strict=True):
+        np.testing.assert_array_equal(np.asarray(mine, np.float32), np.asarray(other, np.float32))
     assert not (found[0] == found[1]).all()
