@@ -57,12 +57,12 @@ class Ablation:
     def _engines(self) -> dict[tuple, Engine]:
         return {}
 
-    def engine(self, precision: Precision, verify: bool = True) -> Engine:
-        """The engine that serves at `precision`, started on first use."""
-        key = (precision, verify)
+    def engine(self, precision: Precision, integrity: str = "tags") -> Engine:
+        """The engine that serves at `precision`, its pages checked at the level `integrity`, started on first use."""
+        key = (precision, integrity)
         if key not in self._engines:
-            with self._task(f"starting an engine, {precision}" + " without the check" * (not verify), None):
-                config = EngineConfig(precision=precision, verify=verify, devices=self.devices)
+            with self._task(f"starting an engine, {precision}, integrity {integrity}", None):
+                config = EngineConfig(precision=precision, integrity=integrity, devices=self.devices)
                 self._engines[key] = Engine(self.model, config)
         return self._engines[key]
 

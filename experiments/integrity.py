@@ -9,7 +9,7 @@ from jaxinfer.evaluation import statistics
 from jaxinfer.evaluation.table import Table
 from jaxinfer.evaluation.throughput import bare_run
 
-LEVELS = {"off": False, "tags": True}
+LEVELS = ("off", "tags")
 CONCURRENCIES = (1, 16)
 PRECISION = Precision.parse("bf16", "fp8_e4m3")
 PAPER = {"throughput_change": "under 1%", "p95_latency_change": "under 1%"}
@@ -17,7 +17,7 @@ PAPER = {"throughput_change": "under 1%", "p95_latency_change": "under 1%"}
 
 def integrity(ablation: Ablation) -> Table:
     """Throughput and latency with the check and without, and the check's own time."""
-    engines = {level: ablation.engine(PRECISION, verify=verify) for level, verify in LEVELS.items()}
+    engines = {level: ablation.engine(PRECISION, level) for level in LEVELS}
     rows = []
     for concurrency in CONCURRENCIES:
         runs = ablation.decode_runs(engines, concurrency)

@@ -1,5 +1,5 @@
-"""What runs on the device while serving: `admit_step`, `prefill_step`, `verify_step`, `decode_step`, `release_step`; and
-when a check failed: `audit_step`, `quarantine_step`.
+"""What runs on the device while serving: `admit_step`, `prefill_step`, `verify_step`, `decode_step`, `release_step`;
+and for what failed its check: `audit_step`, `quarantine_step`.
 
 Each is a pure function of a `ServingState` that returns the next one. They are jitted by `engine.programs` with
 shardings and donation, for a few shapes, before the first request.
@@ -76,8 +76,8 @@ def release_step(state: ServingState, slots: Int32[Array, " S"]) -> ServingState
 
 
 def verify_step(state: ServingState, slots: Int32[Array, " B"]) -> Bool[Array, " B"]:
-    """Whether each slot still is the request's and owns every page that its length covers: checked before any read. With
-    digests, also whether the pages whose turn it is hold what was written to them."""
+    """Whether each slot still is the request's and owns every page that its length covers: checked before any read.
+    With digests, also whether the pages whose turn it is hold what was written to them."""
     tags = state.sampling.owner_tags[jnp.maximum(slots, 0)]
     verified = integrity.verify(state.allocator, slots, tags)
     if state.digests is not None:

@@ -294,7 +294,12 @@ def _in_range(index: Int32[Array, "*shape"], size: int) -> tuple[Bool[Array, "*s
 
 
 def _repeated(index: Int32[Array, "batch"]) -> Bool[Array, "batch"]:
-    """Whether each entry has occurred earlier in the array."""
+    """Whether each entry has occurred earlier in the array: compared in pairs where there are few, as in a decode step,
+    or else sorted."""
+    if index.shape[0] > 1024:
+        order = jnp.argsort(index, stable=True)
+        again = index[order[1:]] == index[order[:-1]]
+        return jnp.zeros(index.shape, bool).at[order[1:]].set(again)
     return jnp.any(jnp.tril(index[:, None] == index[None, :], k=-1), axis=1)
 
 
@@ -347,13 +352,13 @@ def _plan(state: AllocatorState, slots: Int32[Array, "batch"], counts: Int32[Arr
 
 
 def _available(state: AllocatorState, most: int) -> Int32[Array, ""]:
-    """How many of the next `most` pages of the stack can be handed out: up to the first that does not exist, has an owner
-    or was named before, none of which a sound free list has (fault 21 and 22: such a page is never handed out)."""
+    """How many of the next `most` pages of the stack can be handed out: up to the first that does not exist, has an
+    owner or was named before, none of which a sound free list has (faults 21 and 22: such a page is never handed out).
+    """
     place = jnp.arange(min(most, state.num_pages), dtype=jnp.int32)
     listed, index = _in_range(state.free_count - 1 - place, state.num_pages)
     exists, page = _in_range(state.free_list[index], state.num_pages)
-    first = jnp.full(state.num_pages, most, jnp.int32).at[page].min(jnp.where(listed & exists, place, most))
-    good = listed & exists & (state.reference_counts[page] == 0) & (first[page] == place)
+    good = listed & exists & (state.reference_counts[page] == 0) & ~_repeated(page)
     return jnp.sum(jnp.cumprod(good, dtype=jnp.int32), dtype=jnp.int32)
 
 

@@ -75,9 +75,9 @@ def _wiped(entries: Pool, pages: Int32[Array, "pages"], count: Int32[Array, ""])
     """Zeros in the first `count` of `pages`, in place when the pool is donated."""
 
     def wipe(i: Int32[Array, ""], entries: Pool) -> Pool:
-        blank = {kind: jnp.zeros_like(pool, shape=(pool.shape[0], 1, *pool.shape[2:])) for kind, pool in entries.items()}
+        blank = lambda pool: jnp.zeros((pool.shape[0], 1, *pool.shape[2:]), pool.dtype)  # noqa: E731
         return {
-            kind: jax.lax.dynamic_update_slice_in_dim(pool, blank[kind], pages[i], axis=1)
+            kind: jax.lax.dynamic_update_slice_in_dim(pool, blank(pool), pages[i], axis=1)
             for kind, pool in entries.items()
         }
 

@@ -17,8 +17,14 @@ from jaxinfer.quantization.formats import FP8_BLOCK, INT4_GROUPS
 
 
 def is_folder(folder: Path) -> bool:
-    """Whether the folder is laid out as Hugging Face's are."""
-    return (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
+    """Whether the folder is laid out as Hugging Face's are: by its weights, or, where those are missing, by what its
+    config.json says."""
+    if (folder / INDEX).is_file() or any(folder.glob("*.safetensors")):
+        return True
+    try:
+        return '"model_type"' in (folder / "config.json").read_text()
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def read_config(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:

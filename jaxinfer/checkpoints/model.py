@@ -1,19 +1,25 @@
 """Model: a configuration, its parameters as trained, the scales of its FP8 pages, and its tokenizer."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.checkpoints import orbax
+from jaxinfer.checkpoints import gguf, huggingface, huggingface_text, orbax
+from jaxinfer.checkpoints.watch import Watch
 from jaxinfer.config import ModelConfig, Precision
 from jaxinfer.errors import UserError
 from jaxinfer.models.decoder import Params, parameter_specs
 from jaxinfer.models.parameter import ParameterSpec
 from jaxinfer.quantization.formats import WeightFormat
+from jaxinfer.parallel.sharding import make_mesh
 from jaxinfer.quantization.tensor import QuantizedTensor, check_group, dequantize, quantize
-from jaxinfer.text.tokenizer import ASSISTANT, END, USER, StreamDecoder, Tokenizer
+from jaxinfer.text import tool_calls
+from jaxinfer.text.chat import ChatTemplate, Message
+from jaxinfer.text.tokenizer import StreamDecoder, Tokenizer
 
 EMBEDDED = {"tiny": Path(__file__).parent / "tiny"}
 """Checkpoints that ship with the package, by name."""
@@ -21,7 +27,7 @@ EMBEDDED = {"tiny": Path(__file__).parent / "tiny"}
 
 @dataclass(frozen=True)
 class Model:
-    """What `Engine` serves. `expand_weights`: quantised weights are dequantised once at load, which gives the same
+    """What `Engine` serves. `ends`: tokens that end a text besides the tokenizer's own. `expand_weights`: quantised weights are dequantised once at load, which gives the same
     numbers and is faster where no kernel reads the packed form (the CPU); elsewhere they stay packed."""
 
     config: ModelConfig
@@ -30,25 +36,42 @@ class Model:
     tokenizer: Tokenizer
     compute_dtype: jnp.dtype = field(default_factory=lambda: default_dtype())
     expand_weights: bool = field(default_factory=lambda: jax.default_backend() == "cpu")
+    template: ChatTemplate = field(default_factory=ChatTemplate)
+    ends: frozenset[int] = frozenset()
 
     @classmethod
-    def load(cls, name: str | Path) -> "Model":
-        """The embedded model called `name`, or the checkpoint in that folder. UserError where there is neither."""
+    def load(cls, name: str | Path, devices: int = 1, watch: Watch | None = None) -> "Model":
+        """The embedded model called `name`, or a checkpoint: a folder as Orbax or Hugging Face lay it out, or a GGUF file.
+        Published formats go straight to their places on so many `devices`. UserError where there is none."""
         folder = EMBEDDED.get(str(name), Path(name))
+        if str(name) in gguf.INSTALLED:
+            return cls._from_gguf(gguf.installed(str(name)), watch)
+        if folder.suffix == ".gguf":
+            return cls._from_gguf(folder, watch)
         if not folder.is_dir():
             raise UserError(
                 f"no model {str(name)!r}: neither a folder nor one that ships ({', '.join(EMBEDDED)})"
             )
+        if not (folder / "arrays").exists() and huggingface.is_folder(folder):
+            return cls._from_huggingface(folder, devices, watch)
         config = orbax.read_config(folder)
-        try:
-            tokenizer = Tokenizer.load(folder / "tokenizer.json")
-        except ValueError as error:
-            raise UserError(str(error)) from None
-        if tokenizer.vocab_size > config.vocab:
-            raise UserError(
-                f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the embedding only {config.vocab}"
-            )
-        return cls(config, *orbax.restore(folder, config), tokenizer)
+        tokenizer, template, ends = huggingface_text.read_own(folder)
+        check_vocabulary(folder, tokenizer, config)
+        return cls(config, *orbax.restore(folder, config), tokenizer, template=template, ends=ends)
+
+    @classmethod
+    def _from_huggingface(cls, folder: Path, devices: int, watch: Watch | None) -> "Model":
+        config, _ = huggingface.read_config(folder)
+        tokenizer, template, ends = huggingface_text.read(folder)
+        check_vocabulary(folder, tokenizer, config)
+        config, params = huggingface.load(folder, make_mesh(devices) if devices > 1 else None, watch)
+        return cls(config, params, unit_scales(config), tokenizer, template=template, ends=ends)
+
+    @classmethod
+    def _from_gguf(cls, file: Path, watch: Watch | None) -> "Model":
+        config, params, tokenizer, template, ends = gguf.load(file, watch)
+        check_vocabulary(file, tokenizer, config)
+        return cls(config, params, unit_scales(config), tokenizer, template=template, ends=ends)
 
     def prepared(self, precision: Precision) -> Params:
         """The parameters in the weight format of `precision`, ready for the steps."""
@@ -58,22 +81,47 @@ class Model:
     @property
     def end_tokens(self) -> frozenset[int]:
         """Tokens that end a text."""
-        return frozenset({self.tokenizer.end_id})
+        return self.ends | {self.tokenizer.end_id}
 
     def encode(self, text: str) -> list[int]:
-        """A raw prompt as tokens: special tokens in it count as such, and it begins with the one for beginning."""
-        tokens = self.tokenizer.encode(text, special=True)
-        return tokens if tokens[:1] == [self.tokenizer.bos_id] else [self.tokenizer.bos_id, *tokens]
+        """A raw prompt as tokens: special tokens in it count as such, and it begins with the one for beginning, if the
+        model has one."""
+        tokens, begin = self.tokenizer.encode(text, special=True), self.tokenizer.bos_id
+        return tokens if begin is None or tokens[:1] == [begin] else [begin, *tokens]
 
     def chat(self, user: str) -> list[int]:
         """One turn of a user, waiting for the assistant's answer. Nothing in `user` counts as a special token."""
-        mark = lambda text: self.tokenizer.encode(text, special=True)  # noqa: E731
         if not user.strip():
             raise UserError("the prompt is empty; give some text")
-        return [self.tokenizer.bos_id, *mark(USER), *self.tokenizer.encode(user), *mark(END + ASSISTANT)]
+        return self.conversation([{"role": "user", "content": user}])
+
+    def conversation(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
+    ) -> list[int]:
+        """Messages, and tools in OpenAI's form, as the model's chat template writes them, waiting for the assistant.
+        UserError where the template does not take them. `variables` are the template's own."""
+        return self.template.encode(self.tokenizer, tool_calls.restore_ids(messages), tools, **variables)
+
+    @property
+    def tool_format(self) -> str:
+        """The format in which the model writes tool calls, for `tool_calls.parse`."""
+        return tool_calls.format_of(self.template.source)
 
     def stream_decoder(self) -> StreamDecoder:
-        return StreamDecoder(self.tokenizer)
+        """Special tokens are left out, but for those around tool calls."""
+        markers = tool_calls.KIMI_MARKERS if self.tool_format == "kimi" else ()
+        return StreamDecoder(self.tokenizer, keep=frozenset(filter(None, map(self.tokenizer.id_of, markers))))
+
+
+def unit_scales(config: ModelConfig) -> dict[str, jax.Array]:
+    """Scales of FP8 pages of a model that was not calibrated: 1, so that entries beyond 448 saturate."""
+    return {kind: jnp.ones(config.layers) for kind in config.attention.entries}
+
+
+def check_vocabulary(where: Path, tokenizer: Tokenizer, config: ModelConfig) -> None:
+    """UserError where the tokenizer has tokens that the embedding lacks."""
+    if tokenizer.vocab_size > config.vocab:
+        raise UserError(f"{where}: the tokenizer has {tokenizer.vocab_size} tokens, the embedding only {config.vocab}")
 
 
 def default_dtype():
@@ -82,7 +130,8 @@ def default_dtype():
 
 
 def quantize_params(config: ModelConfig, params: Params, format: WeightFormat) -> Params:
-    """Every tensor that `format` covers quantised, the rest in the format's plain type. Checks before it works."""
+    """Every tensor that `format` covers quantised, the rest in the format's plain type. Checks before it works. What a
+    checkpoint keeps in that format already stays; what it keeps in another is converted, a layer at a time."""
     specs = parameter_specs(config)
     is_spec = lambda x: isinstance(x, ParameterSpec)  # noqa: E731
     covered = lambda spec: spec.kind == "expert" or (spec.kind == "linear" and format.dense)  # noqa: E731
@@ -90,11 +139,16 @@ def quantize_params(config: ModelConfig, params: Params, format: WeightFormat) -
         if format.quantized and covered(spec):
             check_group(spec.shape[-2], format, "/".join(str(k.key) for k in path))
     make = jax.jit(quantize, static_argnums=1)
+    again = jax.jit(lambda w, f: jax.lax.map(lambda layer: quantize(dequantize(layer), f), w), static_argnums=1)
 
     def convert(spec: ParameterSpec, value):
-        if isinstance(value, QuantizedTensor) or spec.kind == "float32":
+        if spec.kind == "float32":
             return value
-        return make(value, format) if format.quantized and covered(spec) else value.astype(format.dtype)
+        target = format if covered(spec) or not format.quantized else WeightFormat.parse("bf16")
+        if isinstance(value, QuantizedTensor):
+            kept = (value.format.kind, value.format.group) == (target.kind, target.group)
+            return value if kept else again(value, target)
+        return make(value, target) if target.quantized else value.astype(target.dtype)
 
     return jax.tree.map(convert, specs, params, is_leaf=is_spec)
 

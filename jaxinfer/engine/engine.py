@@ -14,9 +14,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfer.cache import INVALID, integrity
+from jaxinfer.cache import INVALID
 from jaxinfer.checkpoints.model import Model
 from jaxinfer.config import EngineConfig
+from jaxinfer.engine import incident
 from jaxinfer.engine.programs import Programs
 from jaxinfer.engine.request import Completion, Request, SamplingParams, Status, TokenLogprob
 from jaxinfer.engine.scheduler import Scheduler
@@ -39,13 +40,18 @@ class Event:
 
 @dataclass
 class Counters:
-    """What the engine has done since it started."""
+    """What the engine has done since it started. `mismatches` and `recomputed` count requests whose check failed and
+    those of them that got a second chance, `quarantined` pages that were set aside, `repairs` free lists that
+    contradicted the host's count and were written anew."""
 
     steps: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
     preemptions: int = 0
     mismatches: int = 0
+    recomputed: int = 0
+    quarantined: int = 0
+    repairs: int = 0
     finished: dict[str, int] = field(default_factory=dict)
 
 
@@ -170,11 +176,12 @@ class Engine:
         if not admitted:
             return
         slots = np.full(self.config.max_slots, INVALID, np.int32)
+        ids = np.full(self.config.max_slots, INVALID, np.int32)
         rows = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), self.state.sampling)
         for row, request in enumerate(admitted):
-            slots[row] = request.slot
+            slots[row], ids[row] = request.slot, request.id & 0x7FFFFFFF
             _fill_row(rows, row, request)
-        self.state = self.programs.admit(self.state, slots, rows)
+        self.state = self.programs.admit(self.state, slots, rows, ids)
 
     def _dispatch_prefill(self) -> None:
         chunk = self.scheduler.next_chunk()
@@ -217,8 +224,7 @@ class Engine:
         return self._batch_slots
 
     def _launch(self, program, slots, inputs, requests: list[Request], emits: list[bool]) -> None:
-        verified = self.programs.check(self.state, slots)
-        self.state, output = program(self.programs.params, self.state, slots, *inputs, verified)
+        self.state, output = program(self.programs.params, self.state, slots, *inputs)
         for leaf in (output.status, output.tokens):
             leaf.copy_to_host_async()
         self._in_flight.append(InFlight(list(requests), [r.preemptions for r in requests], emits, output))
@@ -246,9 +252,12 @@ class Engine:
             if request.status is Status.DONE or request.preemptions != step.epochs[row]:
                 continue  # ended or sent back since this step was dispatched
             if status[row] == MISMATCH:
-                self._abort_for_integrity(request)
+                self._mismatch(request)
             elif status[row] == NO_PAGE:
+                self._repair()
                 self._send_back(request)
+            elif step.emits[row] and request.confirmed < len(request.output):
+                self._confirm(request, tokens[row])
             elif step.emits[row]:
                 if logits is not None and self.on_logits is not None:
                     self.on_logits(request.id, len(request.output), logits[row])
@@ -259,22 +268,77 @@ class Engine:
 
     def _take_token(self, request: Request, token: int) -> None:
         request.output.append(token)
+        request.confirmed += 1
         text, reason = take_text(request, token, self.model.end_tokens)
         if not request.first_token_at:
             request.first_token_at = time.perf_counter()
         if not reason and len(request.output) >= request.params.max_tokens:
             reason = "length"
         if reason:
-            self._finish(request, reason, text, (token,))
+            self._complete(request, reason, text, (token,))
         else:
             self._events.append(Event(request.id, text, (token,)))
 
-    def _abort_for_integrity(self, request: Request) -> None:
+    def _complete(self, request: Request, reason: str, text: str, tokens: tuple[int, ...]) -> None:
+        """End a request that has said all; with digests only if all its pages hold what was written to them."""
+        request.ending = (reason, text, tokens)
+        if self.config.integrity == "digest" and not self._audit(request).all():
+            self._mismatch(request)
+        else:
+            self._finish(request, *request.ending)
+
+    # ---- what failed its check ----
+
+    def _audit(self, request: Request) -> np.ndarray:
+        """Whether each page of the request holds what was written to it [columns]. Waits for the device."""
+        return np.asarray(self.programs.audit(self.state, np.int32(request.slot)))
+
+    def _mismatch(self, request: Request) -> None:
+        """Set the request's pages aside; it ends here, or is computed anew once."""
+        found = incident.inspect(
+            self.state, self._audit(request), request.id, request.slot, self.counters.steps
+        )
+        again = self.config.on_mismatch == "recompute" and not request.recomputed
+        found.log("recompute" if again else "abort")
         self.counters.mismatches += 1
-        wrong = integrity.report(self.state.allocator, request.slot)
-        where = "; ".join(f"page {m.page} has tag {m.found}, expected {m.expected}" for m in wrong[:4])
-        request.error = f"request {request.id}, slot {request.slot}: {where or 'the slot belongs to another request'}"
+        self._quarantine(request.slot)
+        if again:
+            self.counters.recomputed += 1
+            request.recomputed = True
+            request.confirmed = 0 if found.damaged else request.confirmed
+            self._send_back(request)
+        else:
+            self._abort(request, str(found))
+
+    def _abort(self, request: Request, error: str) -> None:
+        """End a request for its pages' sake. A last token that has not been shown never is."""
+        if request.ending is not None:
+            _, text, tokens = request.ending
+            request.text = request.text[: len(request.text) - len(text)]
+            del request.output[len(request.output) - len(tokens) :]
+            del request.logprobs[len(request.output) :]
+        request.error = error
         self._finish(request, "integrity")
+
+    def _confirm(self, request: Request, token: int) -> None:
+        """Compare a token that was computed anew with the one that the request had at this place."""
+        if token != request.output[request.confirmed]:
+            self._abort(request, f"request {request.id}: tokens it had come out otherwise when computed anew")
+            return
+        request.confirmed += 1
+        if request.confirmed == len(request.output) and request.ending is not None:
+            self._complete(request, *request.ending)
+
+    def _repair(self) -> None:
+        """The device's free list contradicts the host's count: write it anew from the page tables."""
+        self.counters.repairs += 1
+        self._quarantine(INVALID)
+
+    def _quarantine(self, slot: int) -> None:
+        slots = np.full(self.config.max_slots, INVALID, np.int32)
+        slots[0] = slot
+        self.state, count = self.programs.quarantine(self.state, slots)
+        self.counters.quarantined += int(count)
 
     def _send_back(self, request: Request) -> None:
         """The device found no page where the host had counted on one: the request waits and is computed anew."""
@@ -291,7 +355,7 @@ class Engine:
         self.scheduler.leave(request)
         if running:
             self._release(request)
-        tail = request.held + request.decoder.flush() if reason != "stop" else ""
+        tail = request.held + request.decoder.flush() if reason not in ("stop", "integrity") else ""
         request.held = ""
         request.text += tail
         request.status, request.finish_reason, request.finished_at = Status.DONE, reason, time.perf_counter()
@@ -313,7 +377,7 @@ def _fill_row(rows: SamplingState, row: int, request: Request) -> None:
     rows.temperature[row], rows.top_p[row] = params.temperature, params.top_p
     rows.top_k[row], rows.min_p[row] = params.top_k, params.min_p
     rows.seeds[row] = request.id & 0xFFFFFFFF if params.seed is None else params.seed
-    rows.emitted[row], rows.logprobs[row] = len(request.output), params.logprobs
+    rows.emitted[row], rows.logprobs[row] = request.confirmed, params.logprobs
 
 
 def fit_to_model(config: EngineConfig, model: Model) -> EngineConfig:

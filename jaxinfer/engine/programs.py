@@ -25,8 +25,8 @@ from jaxinfer.steps import ServingState
 
 
 class Programs:
-    """`admit`, `release`, `decode`, `prefill` and, for what failed, `audit` and `quarantine` as callables, for the shapes
-    that `config` lists. `verify` is the check by itself, for measurements; it compiles when it is first called."""
+    """`admit`, `release`, `decode`, `prefill` and, for what failed, `audit` and `quarantine` as callables, for the
+    shapes that `config` lists. `verify` is the check by itself, for measurements; it compiles when first called."""
 
     def __init__(self, model: ModelConfig, params: Params, kv_scales, config: EngineConfig, mesh: Mesh, dtype):
         self.config = config

@@ -84,6 +84,9 @@ class Request:
     held: str = ""  # decoded but held back: the beginning of a stop string, perhaps
     cached: int = 0  # tokens in pages once every dispatched step has run
     dispatched: int = 0  # output tokens that dispatched steps will have given
+    confirmed: int = 0  # output tokens that stand; fewer than all while they are computed anew and compared
+    recomputed: bool = False  # its pages have failed once and it was given another chance
+    ending: tuple[str, str, tuple[int, ...]] | None = None  # reason, text and tokens of the end, until confirmed
     finish_reason: str = ""
     error: str = ""
     preemptions: int = 0
@@ -92,8 +95,8 @@ class Request:
 
     @property
     def context(self) -> list[int]:
-        """What must be in pages before decoding goes on: the prompt, after a preemption also the output."""
-        return self.prompt + self.output if self.preemptions else self.prompt
+        """What must be in pages before decoding goes on: the prompt, after a preemption also the output that stands."""
+        return self.prompt + self.output[: self.confirmed] if self.preemptions else self.prompt
 
     def completion(self) -> "Completion":
         return Completion(

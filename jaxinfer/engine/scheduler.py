@@ -52,7 +52,7 @@ class Scheduler:
             free -= need
             request = self.waiting.popleft()
             request.slot, request.status = self.free_slots.pop(), Status.PREFILL
-            request.cached, request.dispatched = 0, len(request.output)
+            request.cached, request.dispatched = 0, request.confirmed
             self.running.append(request)
             admitted.append(request)
         return admitted

@@ -46,7 +46,7 @@ def texts_of(model: Model, examples: Sequence[Example]) -> list[Text]:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _text_logits(
-    config: ModelConfig, kv: KVFormat, dtype, params: Params, scales, tokens: Int32[Array, " n"], count: Int32[Array, ""]
+    config: ModelConfig, kv: KVFormat, dtype, params: Params, scales, tokens: Int32[Array, " n"], count
 ) -> Float[Array, "n V"]:
     cache = KVCache.create(config.attention.entries, config.layers, 1, tokens.shape[0], kv, scales)
     context = PagedContext.one_text(tokens.shape[0], count)
@@ -55,7 +55,7 @@ def _text_logits(
 
 
 def served_logits(model: Model, precision: Precision) -> Callable[[Int32[np.ndarray, " n"]], Float[np.ndarray, "n V"]]:
-    """A function that gives the logits after every token of a text, each read through pages in the KV format of
+    """A function that gives the logits after every token of a text, all read through pages in the KV format of
     `precision` with weights in its weight format: what serving computes, with the text forced."""
     params = model.prepared(precision)
 

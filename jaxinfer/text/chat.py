@@ -15,7 +15,7 @@ import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxinfer.errors import UserError
-from jaxinfer.text.tokenizer import ASSISTANT, Tokenizer
+from jaxinfer.text.tokenizer import ASSISTANT, BOS, END, Tokenizer
 
 Message = Mapping[str, Any]
 """{"role", "content"}, and what templates know besides: "tool_calls", "tool_call_id", "reasoning_content"."""
@@ -32,10 +32,11 @@ DEFAULT = (
 
 
 class ChatTemplate:
-    """A compiled template. UserError where `source` is none."""
+    """A compiled template. `bos` and `eos` are what it calls `bos_token` and `eos_token`. UserError where `source` is no
+    template."""
 
-    def __init__(self, source: str = DEFAULT):
-        self.source = source
+    def __init__(self, source: str = DEFAULT, bos: str = BOS, eos: str = END):
+        self.source, self.bos, self.eos = source, bos, eos
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
         )
@@ -62,8 +63,8 @@ class ChatTemplate:
                 messages=[fence.message(message) for message in messages],
                 tools=fence.anywhere(list(tools), fence.strict) if tools else None,
                 add_generation_prompt=add_generation_prompt,
-                bos_token=tokenizer.bos,
-                eos_token=tokenizer.end,
+                bos_token=self.bos,
+                eos_token=self.eos,
                 **variables,
             )
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:

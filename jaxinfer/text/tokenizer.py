@@ -27,6 +27,8 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTES = _byte_alphabet()
+BYTE_CHARS = {byte: char for char, byte in _BYTES.items()}
+"""The printable stand-in of each byte."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -141,16 +143,6 @@ class Tokenizer:
     def pad_id(self) -> int:
         """Id of the padding token; where there is none, of the one that ends a message."""
         return self._id(self._pad or self._end)
-
-    @property
-    def bos(self) -> str:
-        """Spelling of the token that opens every prompt; empty where there is none."""
-        return self._bos or ""
-
-    @property
-    def end(self) -> str:
-        """Spelling of the token that ends a message."""
-        return self._end
 
     @property
     def bos_id(self) -> int | None:
