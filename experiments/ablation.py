@@ -54,17 +54,16 @@ class Ablation:
     # ---- served once for each precision ----
 
     @functools.cached_property
-    def _engines(self) -> dict[tuple, Engine]:
+    def _engines(self) -> dict[EngineConfig, Engine]:
         return {}
 
-    def engine(self, precision: Precision, integrity: str = "tags") -> Engine:
-        """The engine that serves at `precision`, its pages checked at the level `integrity`, started on first use."""
-        key = (precision, integrity)
-        if key not in self._engines:
-            with self._task(f"starting an engine, {precision}, integrity {integrity}", None):
-                config = EngineConfig(precision=precision, integrity=integrity, devices=self.devices)
-                self._engines[key] = Engine(self.model, config)
-        return self._engines[key]
+    def engine(self, precision: Precision, **options: Any) -> Engine:
+        """The engine that serves at `precision`, with further fields of EngineConfig, started on first use."""
+        config = EngineConfig(precision=precision, devices=self.devices, **options)
+        if config not in self._engines:
+            with self._task(f"starting an engine, {precision}, integrity {config.integrity}", None):
+                self._engines[config] = Engine(self.model, config)
+        return self._engines[config]
 
     # ---- quality ----
 

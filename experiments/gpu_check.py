@@ -40,7 +40,7 @@ from pallas_kernels.case import Case
 from pallas_kernels.fp8_matmul import shapes as fp8
 from pallas_kernels.fp8_matmul.shapes import FP8Case
 from pallas_kernels.paged_attention import shapes as attention
-from pallas_kernels.paged_attention.shapes import GQACase
+from pallas_kernels.paged_attention.shapes import GQACase, MLACase
 from pallas_kernels.w4a16_matmul import shapes as w4a16
 from pallas_kernels.w4a16_matmul.shapes import W4A16Case
 
@@ -52,8 +52,8 @@ LISTED: tuple[Case, ...] = tuple(
     case for turn in zip_longest(MLA, reversed(w4a16.LISTED), GQA, fp8.LISTED) for case in turn if case is not None
 )
 DRY = (
-    attention.SMALL[1],
-    GQACase("dry run", (32, 32), 1, 8, 32, "uint8", 2, 2, 32),
+    MLACase("dry run", (0, 20), 1, 2, 16, "uint8", 2, 32, 16),
+    GQACase("dry run", (32, 32), 1, 4, 32, "uint8", 2, 2, 16),
     W4A16Case("dry run", 9, 64, 40, 64, counts=(3, 0, 5)),
     FP8Case("dry run", 3, 128, 128),
 )
@@ -64,12 +64,16 @@ KEPT = ("name", "step", "error", "tolerance", "correct", "failure", "alternative
 BUDGET_S = 430.0  # after which no further case is begun
 
 
+@partial(jax.jit, static_argnames=("case", "implementation"))
+def run_case(case: Case, operands, implementation: str) -> jax.Array:
+    return case.call(*operands, implementation=implementation).astype(jnp.float32)
+
+
 def error_of(case: Case, operands, implementation: str) -> tuple[float, bool]:
     """The largest error over the largest result, and whether it is within the case's tolerance and finite."""
-    run = jax.jit(case.call, static_argnames="implementation")
     with jax.default_matmul_precision("highest"):  # a GPU would multiply the reference's float32 in TF32
-        expected = run(*operands, implementation="reference").astype(jnp.float32)
-    found = run(*operands, implementation=implementation).astype(jnp.float32)
+        expected = run_case(case, operands, "reference")
+    found = run_case(case, operands, implementation)
     largest = float(jnp.abs(expected).max())
     error = float(jnp.abs(found - expected).max()) / max(largest, 1e-6)
     return error, bool(np.isfinite(error)) and error <= case.tolerance
@@ -86,7 +90,7 @@ def device_ms(run: Callable, *operands) -> tuple[float, str]:
         if events:
             return statistics.median(events), "cupti"
     except Exception as error:  # noqa: BLE001 - any failure of the profiler leaves the clock
-        warnings.warn(f"no event records ({type(error).__name__}): timed by the clock", stacklevel=2)
+        warnings.warn(f"no event records ({type(error).__name__}): timed by the clock", stacklevel=1)
     times = []
     for _ in range(REPEATS):
         start = time.perf_counter()
@@ -196,7 +200,7 @@ def measure(cases: Sequence[Case], key: jax.Array, top: dict[str, float], implem
 def fill(row: dict[str, Any], case: Case, key: jax.Array, top: dict[str, float], implementation: str) -> None:
     row["error"], row["correct"] = error_of(case, case.operands(key), implementation)
     row["tolerance"] = case.tolerance
-    case = cold(case)
+    case = case if implementation == "interpret" else cold(case)
     layers, floor = case.layers, case.floor()  # type: ignore[attr-defined]
     _, *operands = case.operands(key)
     call = partial(case.call, implementation=implementation)

@@ -15,7 +15,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -24,7 +24,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxinfer.evaluation.tasks import TASKS, Example, Task, is_held_out
+from jaxinfer.evaluation.tasks.base import pick
 from jaxinfer.evaluation.tasks.retrieval import KEYS, Retrieval
+from jaxinfer.evaluation.tasks.words import NAMES
 from jaxinfer.text.tokenizer import ASSISTANT, BOS, END, Tokenizer
 
 PROMPT_WEIGHT = 0.1  # of a prompt token in the loss; an answer token has 1 or more
@@ -32,7 +34,7 @@ BIAS_STEP = 1e-3  # of the router's balancing bias (DeepSeek-V3, section 2.1.2)
 VOCABULARY = 1024
 CAPACITY_FACTOR = 1.25  # room of an expert, of its even share; what exceeds it is dropped, in training only
 SNAPSHOT_SECONDS = 300
-ECHO_SHARE = 0.25  # of the examples of a batch; see `echo`
+ECHO_SHARE = 0.15  # of the examples of a batch; see `echo`
 # Share of the other examples; retrieval asks several questions of one text to learn more from it.
 MIXTURE: dict[str, float] = {
     "arithmetic": 0.36,
@@ -94,12 +96,13 @@ def encode(example: Example, tokenizer: Tokenizer) -> Encoded:
     return Encoded(np.array(tokens, np.int32), np.array(answer, np.float32), TASK_NAMES.index(example.task))
 
 
-def echo(rng: np.random.Generator, vocabulary: int, marks: Sequence[int]) -> Encoded:
-    """Random tokens, and the same again: nothing teaches a small model faster to copy from what it was given, which
-    most of an answer is. `marks`: the tokens that stand before, between and after."""
-    first, between, last = marks
-    said = rng.integers(max(marks) + 1, vocabulary, int(rng.integers(4, 48)))
-    tokens = np.concatenate([[first], said, [between], said, [last]]).astype(np.int32)
+def echo(rng: np.random.Generator, tokenizer: Tokenizer) -> Encoded:
+    """Names and numbers in random order, and the same again: practice in copying, which most of an answer is."""
+    count = int(rng.integers(2, 12))
+    words = [pick(rng, NAMES) if rng.random() < 0.5 else str(rng.integers(10, 1000)) for _ in range(count)]
+    said = tokenizer.encode(" ".join(words))
+    first, between, last = (tokenizer.encode(mark, special=True) for mark in (BOS, ASSISTANT, END))
+    tokens = np.array(first + said + between + said + last, np.int32)
     answer = (np.arange(len(tokens)) >= len(said) + 2).astype(np.float32)
     return Encoded(tokens, answer, ECHO)
 
@@ -161,10 +164,9 @@ def batches(tokenizer: Tokenizer, seed: int, progress: Callable[[], float], toke
     def stream(mixture: Mapping[str, float], echoes: float = 0.0) -> Iterator[Encoded]:
         for example in training_examples(rng, progress, mixture):
             while rng.random() < echoes:
-                yield echo(rng, VOCABULARY, marks)
+                yield echo(rng, tokenizer)
             yield encode(example, tokenizer)
 
-    marks = [tokenizer.encode(mark, special=True)[0] for mark in (BOS, ASSISTANT, END)]
     every, long = stream(MIXTURE, ECHO_SHARE), stream({"retrieval": 1.0})
     while True:
         is_long = rng.random() < 0.35 * min(1.0, max(0.0, (progress() - 0.15) / 0.3))

@@ -280,6 +280,9 @@ class EngineConfig:
     `integrity` is how pages are checked before every read (`docs/integrity.md`): `off`; `tags`, that each still is the
     slot's; `digest`, also that the stored bytes are those that were written, `digest_pages` of each slot's pages a step
     in rotation. `on_mismatch` is what becomes of a request whose pages fail: `abort`, or `recompute` once.
+
+    `kernels` is what reads pages and packed weights: `auto`, the kernels on a GPU and plain jnp elsewhere; `interpret`,
+    the kernels run by an interpreter, anywhere (`parallel.kernels`).
     """
 
     precision: Precision = Precision()
@@ -295,6 +298,7 @@ class EngineConfig:
     on_mismatch: str = "abort"
     logprobs: int = 5
     devices: int = 1
+    kernels: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("page_size", "num_pages", "max_slots", "max_context", "max_queue", "digest_pages", "devices"):

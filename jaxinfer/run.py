@@ -80,6 +80,15 @@ Weights, memory, tokens that fit and time floors of a model on GPUs that need no
 
     python -m jaxinfer.run plan --model kimi-k2.6 --devices 8 --gpu h200 --compile --out results
 """
+FAULTS_EXAMPLES = """
+Breaks a running engine on purpose, in every way it knows, and counts what is noticed, missed and leaked.
+
+    python -m jaxinfer.run faults --quick
+
+    python -m jaxinfer.run faults --injections 1000 --level tags,digest --out results
+
+A run that is stopped goes on where it was when it is given the same --out and --seed.
+"""
 TABLES = {
     "kv-cache": "kv_cache",
     "weights": "weights",
@@ -108,6 +117,7 @@ def generate(
     top_k: Annotated[int, typer.Option("--top-k", help="0: all")] = 0,
     min_p: Annotated[float, typer.Option("--min-p")] = 0.0,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="text that ends an answer; may be repeated")] = None,
+    kernels: Annotated[str, typer.Option("--kernels", help="auto, reference, triton, interpret")] = "auto",
     raw: Annotated[bool, typer.Option("--raw", help="prompts as they are, with special tokens, no chat turn")] = False,
     seed: SeedOption = 0,
 ) -> None:
@@ -115,7 +125,7 @@ def generate(
     from jaxinfer.engine import LLM, SamplingParams
 
     params = SamplingParams(max_tokens, temperature, top_p, top_k, min_p, seed, tuple(stop or ()))
-    llm = LLM(model, weight_format=weights, kv_format=kv, devices=devices)
+    llm = LLM(model, weight_format=weights, kv_format=kv, devices=devices, kernels=kernels)
     prompts = [line for p in prompt for line in (sys.stdin.read().splitlines() if p == "-" else [p])]
     tokens = [llm.model.encode(p) if raw else llm.model.chat(p) for p in prompts]
     if not tokens:
@@ -175,6 +185,33 @@ def plan(
         progress.add_task("planning" + " and compiling" * compile, total=None)
         tables = report.plan(model, devices, gpu, *formats, context, compile)
     show(tables, out)
+
+
+@app.command(help=FAULTS_EXAMPLES)
+def faults(
+    quick: Annotated[bool, typer.Option("--quick", help="few injections; about two minutes on two cores")] = False,
+    injections: Annotated[
+        int | None, typer.Option("--injections", min=1, help="of each fault at each level, 1000 by default")
+    ] = None,
+    level: Annotated[str, typer.Option("--level", help="names with commas between")] = "off,tags,digest,digest-all",
+    out: OutOption = None,
+    seed: SeedOption = 0,
+) -> None:
+    prepare(1)
+    from experiments import faults as campaign
+
+    each, operations = campaign.QUICK if quick else campaign.FULL
+    levels = list(dict.fromkeys(name.strip() for name in level.split(",") if name.strip()))
+    command = shlex.join(["python", "-m", "jaxinfer.run", *sys.argv[1:]])
+    with progress_display() as progress:
+        bar = progress.add_task("injecting faults", total=(injections or each) * len(campaign.FAULTS) * len(levels))
+        notes = out / "faults-progress.jsonl" if out else None
+        advance = functools.partial(progress.advance, bar)
+        table = campaign.faults(levels, injections or each, operations, seed, command, notes, advance)
+    show([table], out)
+    if broken := campaign.broken_claims(table):
+        errors.print(f"a claim did not hold: {', '.join(broken)}")
+        raise typer.Exit(1)
 
 
 def show(tables: "Iterable[Table]", out: Path | None, display: Console = console) -> None:

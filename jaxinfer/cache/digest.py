@@ -181,7 +181,7 @@ def verify(digests: Digests, cache: KVCache, state: AllocatorState, slots: Int32
         column = jnp.clip(column, 0, jnp.maximum(last, 0))
         chosen = [jnp.take_along_axis(a, column, axis=1).reshape(-1) for a in (pages, rows)]
         expected = jnp.where(chosen[1] > 0, digests.values[jnp.maximum(chosen[0], 0)], jnp.uint32(0))
-        good = intact(cache.entries, *chosen, expected).reshape(column.shape)
+        good = intact(cache.entries, chosen[0], chosen[1], expected).reshape(column.shape)
         return (slots >= 0) & fits & jnp.all(good, axis=1) & (of_scales(cache) == digests.scales)
 
 

@@ -63,8 +63,9 @@ def load(
     try:
         values = _Values(reader)
         config = _config(values, file.stem, tied="output.weight" not in {t.name for t in reader.tensors})
+        text = read_text(values)
         params = loading.load(config, GGUFTensors(file, reader, config, values.architecture), watch=watch)
-        return config, params, *read_text(values)
+        return config, params, *text
     except UserError as error:
         said = str(error)
         raise UserError(said if str(file) in said else f"{file}: {said}") from None
@@ -173,6 +174,6 @@ def _heads(config: ModelConfig) -> Iterator[tuple[str, int]]:
 
 
 def unpermute(rows: Float[np.ndarray, "N ..."], heads: int) -> Float[np.ndarray, "N ..."]:
-    """Rows of a query or key projection in the order for half-split rotation: GGUF has the two of a pair side by side."""
+    """Rows of a query or key projection in the order for half-split rotation; GGUF has the two of a pair together."""
     pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
     return pairs.swapaxes(1, 2).reshape(rows.shape)

@@ -41,11 +41,14 @@ def read_text(values: Callable[..., Any]) -> tuple[Tokenizer, ChatTemplate, froz
         raise UserError(f"unknown tokenizer {kind}/{cut}; there are: {', '.join(f'gpt2/{name}' for name in CUTS)}")
     tokens = values("tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ")) for merge in values("tokenizer.ggml.merges")]
-    backend = tokenizers.Tokenizer(models.BPE({token: id for id, token in enumerate(tokens)}, merges))
+    try:
+        backend = tokenizers.Tokenizer(models.BPE({token: id for id, token in enumerate(tokens)}, merges))
+    except Exception as error:  # the library raises no narrower class
+        raise UserError(f"the vocabulary and its merges do not fit: {error}") from None
     backend.pre_tokenizer, backend.decoder = CUTS[cut], decoders.ByteLevel()
-    added = [(t, k) for t, k in zip(tokens, values("tokenizer.ggml.token_type"), strict=True) if k in (CONTROL, USER_DEFINED)]
-    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, k in added if k == CONTROL])
-    backend.add_tokens([AddedToken(t, special=False, normalized=False) for t, k in added if k == USER_DEFINED])
+    kinds = list(zip(tokens, values("tokenizer.ggml.token_type"), strict=True))
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, k in kinds if k == CONTROL])
+    backend.add_tokens([AddedToken(t, special=False, normalized=False) for t, k in kinds if k == USER_DEFINED])
     bos, end = tokens[values("tokenizer.ggml.bos_token_id")], tokens[values("tokenizer.ggml.eos_token_id")]
     begins = values("tokenizer.ggml.add_bos_token", False)
     tokenizer = Tokenizer(backend, bos if begins else None, end, pad=None)

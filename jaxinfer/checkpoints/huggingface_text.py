@@ -42,8 +42,8 @@ def read(folder: Path) -> Text:
 
 
 def read_own(folder: Path) -> Text:
-    """Of a folder of the project's own: tokenizer.json with the project's markers, or, where the checkpoint was converted
-    from a published one, the published files."""
+    """Of a folder of the project's own: tokenizer.json with the project's markers, or the published files where it was
+    converted from a published checkpoint."""
     if (folder / "tokenizer_config.json").is_file():
         return read(folder)
     try:

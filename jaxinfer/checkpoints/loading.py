@@ -8,6 +8,7 @@ layer's tensors of one kind.
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,15 +25,15 @@ from jaxinfer.models.decoder import Params, parameter_specs
 from jaxinfer.models.parameter import ParameterSpec
 from jaxinfer.parallel.sharding import param_shardings
 from jaxinfer.quantization.formats import WeightFormat
-from jaxinfer.quantization.tensor import QuantizedTensor, quantize
+from jaxinfer.quantization.tensor import quantize
 
 is_spec = lambda x: isinstance(x, ParameterSpec)  # noqa: E731
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a parameter comes from: for each layer the names of its tensors or modules (one an expert), None where zeros
-    stand for what is not there; how each is stored; and how the parameter will be kept."""
+    """Where a parameter comes from: for each layer the names of its tensors or modules (one an expert), None where
+    zeros stand for what is not there; how each is stored; and how the parameter will be kept."""
 
     spec: ParameterSpec
     rule: mapping.Rule
@@ -47,15 +48,15 @@ class Source:
     @property
     def abstract(self):
         """The parameter as it will be, without its values."""
-        plain = jax.ShapeDtypeStruct(self.spec.shape, jnp.float32)
-        if isinstance(self.format, WeightFormat):
-            return jax.eval_shape(lambda w: quantize(w, self.format), plain)
-        return jax.ShapeDtypeStruct(self.spec.shape, self.format)
+        format = self.format
+        if isinstance(format, WeightFormat):
+            return jax.eval_shape(lambda: quantize(jnp.zeros(self.spec.shape), format))
+        return jax.ShapeDtypeStruct(self.spec.shape, format)
 
 
 def load(config: ModelConfig, tensors: Tensors, mesh: Mesh | None = None, watch: Watch | None = None) -> Params:
-    """The parameters, on the first device or split over `mesh`. UserError that names the first tensor missing, misshapen
-    or left over, before anything is read. Quantised matrices stay as they are wherever the layout allows."""
+    """The parameters, on the first device or split over `mesh`. Quantised matrices stay as they are wherever the layout
+    allows. UserError that names the first tensor missing, misshapen or left over, before anything is read."""
     watch = watch or Watch()
     matrices = Matrices(tensors, mapping.plain_names(tensors.entries))
     sources = plan(config, matrices)
@@ -189,17 +190,23 @@ def _stacked(read: Callable[[str], list[np.ndarray]], names: tuple[str, ...]) ->
 
 
 class Stack:
-    """An array on its devices that is filled a layer at a time, in place. It is kept as unsigned integers of the same
-    width until it is done, because the CPU widens narrow floats to write among them."""
+    """An array on its devices that is filled a layer at a time, in place, as unsigned integers of the same width until
+    it is done. On a single CPU the host's memory is the device's, and nothing need be compiled to write to it."""
 
     def __init__(self, shape: jax.ShapeDtypeStruct, place: Sharding):
         self.dtype, self.place = jnp.dtype(shape.dtype), place
         self.bits = np.dtype(f"uint{8 * self.dtype.itemsize}")
-        self.whole = jnp.zeros(shape.shape, self.bits, device=place)
+        self.host = isinstance(place, SingleDeviceSharding) and jax.default_backend() == "cpu"
+        self.whole: Any = (
+            np.zeros(shape.shape, self.bits) if self.host else jnp.zeros(shape.shape, self.bits, device=place)
+        )
 
     def store(self, layer: int | None, part: np.ndarray) -> None:
         """Put one layer, or all there is."""
         bits = np.ascontiguousarray(part.astype(self.dtype, copy=False)).view(self.bits)
+        if self.host:
+            self.whole[... if layer is None else layer] = bits
+            return
         if layer is None:
             self.whole = jax.device_put(bits, self.place)
             return
@@ -210,7 +217,7 @@ class Stack:
 
     def array(self) -> jax.Array:
         """What was stored. The stack is used up."""
-        return _view(self.whole, self.dtype)
+        return jax.device_put(self.whole.view(self.dtype), self.place) if self.host else _view(self.whole, self.dtype)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jaxtyping import Float, Int32, Shaped, UInt8
@@ -53,8 +52,9 @@ class Matrix:
         """[inputs, outputs] in the layout of a plain array, or of the data and scale of a QuantizedTensor."""
         if self.scale is None:
             return [self.data.T]
-        data = self.data.T if self.format == FP8 else np.asarray(_pack(np.ascontiguousarray(self.data.T)))
-        return [data, self.scale.T]
+        if self.format == FP8:
+            return [self.data, self.scale]
+        return [np.asarray(_pack(np.ascontiguousarray(self.data.T))), self.scale.T]
 
 
 def takes_blocks(rows: Int32[np.ndarray, " n"]) -> bool:

@@ -14,8 +14,8 @@ from jaxinfer.config import ModelConfig, Precision
 from jaxinfer.errors import UserError
 from jaxinfer.models.decoder import Params, parameter_specs
 from jaxinfer.models.parameter import ParameterSpec
-from jaxinfer.quantization.formats import WeightFormat
 from jaxinfer.parallel.sharding import make_mesh
+from jaxinfer.quantization.formats import WeightFormat
 from jaxinfer.quantization.tensor import QuantizedTensor, check_group, dequantize, quantize
 from jaxinfer.text import tool_calls
 from jaxinfer.text.chat import ChatTemplate, Message
@@ -27,8 +27,9 @@ EMBEDDED = {"tiny": Path(__file__).parent / "tiny"}
 
 @dataclass(frozen=True)
 class Model:
-    """What `Engine` serves. `ends`: tokens that end a text besides the tokenizer's own. `expand_weights`: quantised weights are dequantised once at load, which gives the same
-    numbers and is faster where no kernel reads the packed form (the CPU); elsewhere they stay packed."""
+    """What `Engine` serves. `expand_weights`: quantised weights are dequantised once at load, which gives the same
+    numbers and is faster where no kernel reads the packed form (the CPU); elsewhere they stay packed. `ends`: tokens
+    that end a text besides the tokenizer's own."""
 
     config: ModelConfig
     params: Params
@@ -41,8 +42,8 @@ class Model:
 
     @classmethod
     def load(cls, name: str | Path, devices: int = 1, watch: Watch | None = None) -> "Model":
-        """The embedded model called `name`, or a checkpoint: a folder as Orbax or Hugging Face lay it out, or a GGUF file.
-        Published formats go straight to their places on so many `devices`. UserError where there is none."""
+        """The embedded model called `name`, or a checkpoint: a folder as Orbax or Hugging Face lay it out, or a GGUF
+        file. Hugging Face's go straight to their places on so many `devices`. UserError where there is none."""
         folder = EMBEDDED.get(str(name), Path(name))
         if str(name) in gguf.INSTALLED:
             return cls._from_gguf(gguf.installed(str(name)), watch)
@@ -73,10 +74,10 @@ class Model:
         check_vocabulary(file, tokenizer, config)
         return cls(config, params, unit_scales(config), tokenizer, template=template, ends=ends)
 
-    def prepared(self, precision: Precision) -> Params:
-        """The parameters in the weight format of `precision`, ready for the steps."""
+    def prepared(self, precision: Precision, packed: bool = False) -> Params:
+        """The parameters in the weight format of `precision`, ready for the steps. `packed`: as kernels read them."""
         params = quantize_params(self.config, self.params, precision.weights)
-        return expand(params, self.compute_dtype) if self.expand_weights else params
+        return expand(params, self.compute_dtype) if self.expand_weights and not packed else params
 
     @property
     def end_tokens(self) -> frozenset[int]:

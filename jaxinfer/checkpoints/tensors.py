@@ -1,4 +1,4 @@
-"""Tensors by name in safetensors files: what there is, from the headers alone, and one tensor at a time read into memory.
+"""Tensors by name in safetensors files: what there is, from the headers alone, and any tensor read by itself.
 
 A file is 8 bytes of header length, a JSON header `{name: {"dtype", "shape", "data_offsets"}}` and the data, little
 endian (https://huggingface.co/docs/safetensors). A folder has one `model.safetensors`, or shards and an index.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.cache import INVALID
@@ -23,6 +24,7 @@ from jaxinfer.engine.request import Completion, Request, SamplingParams, Status,
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.stopping import take_text
 from jaxinfer.errors import UserError
+from jaxinfer.parallel.kernels import Kernels
 from jaxinfer.parallel.sharding import make_mesh, replicated
 from jaxinfer.sampling import SamplingState
 from jaxinfer.steps import MISMATCH, NO_PAGE, ServingState, StepOutput
@@ -76,8 +78,12 @@ class Engine:
         self.model, self.config, self.on_logits = model, config, on_logits
         model.config.check_devices(config.devices)
         mesh = make_mesh(config.devices)
-        params = model.prepared(config.precision)
-        self.programs = Programs(model.config, params, model.kv_scales, config, mesh, model.compute_dtype)
+        packed = Kernels.choose(config.kernels, mesh).used
+        if packed and config.precision.kv.kind == "f32":
+            raise UserError("the kernels read bf16 and fp8_e4m3 pages, not f32")
+        params = model.prepared(config.precision, packed)
+        dtype = jnp.bfloat16 if packed else model.compute_dtype  # the kernels take 16-bit activations
+        self.programs = Programs(model.config, params, model.kv_scales, config, mesh, dtype)
         self.programs.compile()
         self.state: ServingState = self.programs.create_state()
         self.scheduler = Scheduler(config)
@@ -311,12 +317,7 @@ class Engine:
             self._abort(request, str(found))
 
     def _abort(self, request: Request, error: str) -> None:
-        """End a request for its pages' sake. A last token that has not been shown never is."""
-        if request.ending is not None:
-            _, text, tokens = request.ending
-            request.text = request.text[: len(request.text) - len(text)]
-            del request.output[len(request.output) - len(tokens) :]
-            del request.logprobs[len(request.output) :]
+        """End a request for its pages' sake."""
         request.error = error
         self._finish(request, "integrity")
 
@@ -351,6 +352,8 @@ class Engine:
 
     def _finish(self, request: Request, reason: str, text: str = "", tokens: tuple[int, ...] = ()) -> None:
         """The one end of a request, whatever the reason: slot and pages are given back, the caller is told."""
+        if request.ending is not None and request.ending[0] != reason:
+            _withhold(request)
         running = request in self.scheduler.running
         self.scheduler.leave(request)
         if running:
@@ -369,6 +372,15 @@ class Engine:
         slots[0] = request.slot
         self.state = self.programs.release(self.state, slots)
         request.slot = INVALID
+
+
+def _withhold(request: Request) -> None:
+    """Take back the text and tokens of an end that has not been shown, and never will be."""
+    assert request.ending is not None
+    _, text, tokens = request.ending
+    request.text = request.text[: len(request.text) - len(text)]
+    del request.output[len(request.output) - len(tokens) :]
+    del request.logprobs[len(request.output) :]
 
 
 def _fill_row(rows: SamplingState, row: int, request: Request) -> None:

@@ -19,6 +19,7 @@ from jaxinfer.cache.kv import KVCache
 from jaxinfer.cache.owners import Owners
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.models.decoder import Params
+from jaxinfer.parallel.kernels import Kernels
 from jaxinfer.parallel.sharding import cache_sharding, param_shardings, replicated
 from jaxinfer.sampling import SamplingState
 from jaxinfer.steps import ServingState
@@ -44,8 +45,9 @@ class Programs:
         self.verify = jax.jit(steps.verify_step, out_shardings=everywhere)
         self.audit = jax.jit(steps.audit_step, out_shardings=everywhere)
         self._quarantine = jax.jit(steps.quarantine_step, donate_argnums=0, out_shardings=(here, everywhere))
+        setting = Kernels.choose(config.kernels, mesh)
         make = lambda step: jax.jit(  # noqa: E731
-            checked(step, config.integrity, model, dtype, config.logprobs),
+            setting.traced(checked(step, config.integrity, model, dtype, config.logprobs)),
             donate_argnums=1,
             out_shardings=(here, everywhere),
         )

@@ -31,10 +31,12 @@ class DecodeRun:
 
 @dataclass(frozen=True)
 class BareRun:
-    """Wall times of the compiled check and of the compiled decode step, which has the check in it, each waited for."""
+    """Wall times of the compiled check, of the compiled decode step, which has the check in it, and of the last look at
+    one request's pages, each waited for."""
 
     verify_seconds: Float[np.ndarray, " steps"]
     decode_seconds: Float[np.ndarray, " steps"]
+    audit_seconds: Float[np.ndarray, " steps"]
 
 
 def decode_run(engine: Engine, concurrency: int, prompt_tokens: int, steps: int, seed: int = 0) -> DecodeRun:
@@ -53,7 +55,7 @@ def decode_run(engine: Engine, concurrency: int, prompt_tokens: int, steps: int,
 
 def bare_run(engine: Engine, concurrency: int, prompt_tokens: int, steps: int, seed: int = 0) -> BareRun:
     """Time the check and the decode step alone on the same kind of requests: no scheduler, no text, no host."""
-    verify, decode = np.zeros(steps), np.zeros(steps)
+    verify, decode, audit = np.zeros(steps), np.zeros(steps), np.zeros(steps)
     programs = engine.programs
     with _decoding(engine, concurrency, prompt_tokens, steps, seed):
         slots = engine.decode_slots()
@@ -64,8 +66,10 @@ def bare_run(engine: Engine, concurrency: int, prompt_tokens: int, steps: int, s
             between = time.perf_counter()
             engine.state, output = programs.decode(programs.params, engine.state, slots)
             jax.block_until_ready(output.tokens)
-            verify[i], decode[i] = between - start, time.perf_counter() - between
-    return BareRun(verify, decode)
+            after = time.perf_counter()
+            jax.block_until_ready(programs.audit(engine.state, np.int32(0)))
+            verify[i], decode[i], audit[i] = between - start, after - between, time.perf_counter() - after
+    return BareRun(verify, decode, audit)
 
 
 @contextlib.contextmanager

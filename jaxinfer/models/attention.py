@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxinfer.cache.kv import KVCache
@@ -16,6 +17,7 @@ from jaxinfer.config import GQAConfig, MLAConfig, ModelConfig
 from jaxinfer.models.linear import Linear
 from jaxinfer.models.norm import RMSNorm
 from jaxinfer.models.rope import rotate
+from jaxinfer.parallel.kernels import current
 from pallas_kernels.paged_attention import gqa_attention, mla_attention
 
 
@@ -106,20 +108,24 @@ class MLA(nnx.Module):
         cache = cache.write("latent", pool_layer, context, jnp.concatenate([latent, shared], -1))
         key_up = self.key_up.matrix(layer, x.dtype).reshape(dims.kv_lora, dims.heads, dims.nope_dim)
         absorbed = jnp.einsum("bthn,chn->bthc", nope, key_up)
-        out = mla_attention(
-            jnp.concatenate([absorbed, rope], -1),
-            cache.entries["latent"],
-            pool_layer,
-            context.page_table,
-            context.lengths,
-            context.positions,
-            latent=dims.kv_lora,
-            kv_scale=cache.scales["latent"][pool_layer],
-            softmax_scale=self.config.softmax_scale,
-        )
+        out = self._attend(jnp.concatenate([absorbed, rope], -1), pool_layer, context, cache)
         value_up = self.value_up.matrix(layer, x.dtype).reshape(dims.kv_lora, dims.heads, dims.v_dim)
         values = jnp.einsum("bthc,chv->bthv", out.astype(x.dtype), value_up)
         return self.output(values.reshape(*shape, -1), layer), cache
+
+
+    def _attend(self, query, pool_layer, context: PagedContext, cache: KVCache):
+        """Each device has some of the heads and all of the latents."""
+
+        def call(query, pool, layer, table, lengths, positions, scale, implementation):
+            options = {"latent": self.dims.kv_lora, "kv_scale": scale, "implementation": implementation}
+            places = (layer, table, lengths, positions)
+            return mla_attention(query, pool, *places, softmax_scale=self.config.softmax_scale, **options)
+
+        heads = P(None, None, current().axis("heads", self.dims.heads))
+        spread = current().split(call, (heads, P(), P(), P(), P(), P(), P()), heads)
+        places = (pool_layer, context.page_table, context.lengths, context.positions)
+        return spread(query, cache.entries["latent"], *places, cache.scales["latent"][pool_layer])
 
 
 class GQA(nnx.Module):
@@ -157,19 +163,23 @@ class GQA(nnx.Module):
         flat = lambda a: a.reshape(*x.shape[:2], -1)  # noqa: E731
         cache = cache.write("key", pool_layer, context, flat(key))
         cache = cache.write("value", pool_layer, context, flat(value))
-        out = gqa_attention(
-            query,
-            cache.entries["key"],
-            cache.entries["value"],
-            pool_layer,
-            context.page_table,
-            context.lengths,
-            context.positions,
-            key_scale=cache.scales["key"][pool_layer],
-            value_scale=cache.scales["value"][pool_layer],
-            softmax_scale=self.config.softmax_scale,
-        )
+        out = self._attend(query, pool_layer, context, cache)
         return self.output(flat(out.astype(x.dtype)), layer), cache
+
+    def _attend(self, query, pool_layer, context: PagedContext, cache: KVCache):
+        """Each device has some of the heads, and the pages of their keys and values."""
+
+        def call(query, keys, values, layer, table, lengths, positions, key_scale, value_scale, implementation):
+            options = {"key_scale": key_scale, "value_scale": value_scale, "implementation": implementation}
+            places = (layer, table, lengths, positions)
+            return gqa_attention(query, keys, values, *places, softmax_scale=self.config.softmax_scale, **options)
+
+        axis = current().axis("heads", self.dims.heads, self.dims.kv_heads)
+        heads, pool = P(None, None, axis), P(None, None, None, axis)
+        spread = current().split(call, (heads, pool, pool, P(), P(), P(), P(), P(), P()), heads)
+        places = (pool_layer, context.page_table, context.lengths, context.positions)
+        scales = (cache.scales[kind][pool_layer] for kind in ("key", "value"))
+        return spread(query, cache.entries["key"], cache.entries["value"], *places, *scales)
 
 
 def make_attention(layers: int, config: ModelConfig, rngs: nnx.Rngs, dtype) -> MLA | GQA:

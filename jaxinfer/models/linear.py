@@ -14,11 +14,12 @@ class Linear(nnx.Module):
     def __init__(
         self, layers: int, inputs: int, outputs: int, axes: tuple[str, str], rngs: nnx.Rngs, dtype, bias: bool = False
     ):
+        self.axes = axes
         self.weight = parameter(rngs, dtype, ("layers", *axes), (layers, inputs, outputs), kind="linear")
         self.bias = parameter(rngs, dtype, ("layers", axes[1]), (layers, outputs), init="zeros") if bias else None
 
     def __call__(self, x: Float[Array, "... inputs"], layer: Int32[Array, ""]) -> Float[Array, "... outputs"]:
-        y = matmul(x, self.weight.get_value(), layer)
+        y = matmul(x, self.weight.get_value(), layer, self.axes)
         return y if self.bias is None else y + self.bias.get_value()[layer].astype(y.dtype)
 
     def matrix(self, layer: Int32[Array, ""], dtype) -> Float[Array, "inputs outputs"]:

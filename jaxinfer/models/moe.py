@@ -72,9 +72,10 @@ class MoE(nnx.Module):
     def _sorted_experts(self, x, layer, chosen, weights):
         order, counts = sort_by_expert(chosen, self.experts)
         rows = x[order // chosen.shape[1]]
-        gate = grouped_matmul(rows, self.gate.get_value(), layer, counts)
-        up = grouped_matmul(rows, self.up.get_value(), layer, counts)
-        down = grouped_matmul(jax.nn.silu(gate) * up, self.down.get_value(), layer, counts)
+        wide, narrow = ("embed", "expert_mlp"), ("expert_mlp", "embed")
+        gate = grouped_matmul(rows, self.gate.get_value(), layer, counts, wide)
+        up = grouped_matmul(rows, self.up.get_value(), layer, counts, wide)
+        down = grouped_matmul(jax.nn.silu(gate) * up, self.down.get_value(), layer, counts, narrow)
         # Back in token order the K results of a token stand together: a sum, no scatter.
         by_token = down[jnp.argsort(order)].reshape(*chosen.shape, -1)
         return jnp.einsum("nkd,nk->nd", by_token.astype(jnp.float32), weights).astype(x.dtype)

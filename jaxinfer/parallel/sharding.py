@@ -9,10 +9,8 @@ from jaxinfer.config import GQAConfig, ModelConfig
 from jaxinfer.errors import UserError
 from jaxinfer.models.decoder import Params, parameter_specs
 from jaxinfer.models.parameter import ParameterSpec
+from jaxinfer.parallel.rules import RULES
 from jaxinfer.quantization.tensor import QuantizedTensor
-
-RULES = {"heads": "tp", "kv_heads": "tp", "mlp": "tp", "expert_mlp": "tp", "vocab": "tp"}
-"""Logical axis to mesh axis; those not named are replicated."""
 
 
 def make_mesh(devices: int) -> Mesh:
@@ -37,7 +35,8 @@ def param_shardings(config: ModelConfig, params: Params, mesh: Mesh) -> Params:
 
     def place(spec: ParameterSpec, weight):
         if isinstance(weight, QuantizedTensor):
-            data, scale = (_sharding(part.shape, spec.axes, mesh) for part in (weight.data, weight.scale))
+            axes = weight.format.stored_axes(spec.axes)
+            data, scale = (_sharding(part.shape, axes, mesh) for part in (weight.data, weight.scale))
             return QuantizedTensor(data, scale, weight.format)  # type: ignore[arg-type]
         return _sharding(weight.shape, spec.axes, mesh)
 

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxinfer import steps
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.engine import programs
+from jaxinfer.parallel.kernels import Kernels
 from jaxinfer.parallel.sharding import param_shardings, replicated
 from jaxinfer.planning import deviceless
 from jaxinfer.planning.capacity import abstract_params
@@ -27,8 +28,9 @@ def compile_step(model: ModelConfig, engine: EngineConfig, mesh: Mesh, prefill: 
     shapes = jax.eval_shape(create)
     places = programs.state_shardings(model, shapes, mesh)
     params = abstract_params(model, engine.precision.weights)
-    step = functools.partial(steps.prefill_step if prefill else steps.decode_step, model, jnp.bfloat16, engine.logprobs)
-    jitted = jax.jit(step, donate_argnums=1, out_shardings=(places, replicated(mesh)))
+    step = steps.prefill_step if prefill else steps.decode_step
+    step = programs.checked(step, engine.integrity, model, jnp.bfloat16, engine.logprobs)
+    jitted = jax.jit(Kernels("triton", mesh).traced(step), donate_argnums=1, out_shardings=(places, replicated(mesh)))
     return deviceless.compile(
         jitted,
         _placed(params, param_shardings(model, params, mesh)),
@@ -40,11 +42,11 @@ def compile_step(model: ModelConfig, engine: EngineConfig, mesh: Mesh, prefill: 
 
 
 def _inputs(engine: EngineConfig, prefill: bool) -> list[jax.ShapeDtypeStruct]:
-    """What a step takes after the state: of decode, slots and verdicts; of prefill, tokens, counts and `last` too."""
+    """What a step takes after the state: of decode, slots; of prefill, tokens, counts and `last` too."""
     rows, tokens = engine.prefill_buckets[0] if prefill else (max(engine.decode_buckets), 0)
     slots, flags = jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((rows,), bool)
     chunk = [jax.ShapeDtypeStruct((rows, tokens), jnp.int32), slots, flags] if prefill else []
-    return [slots, *chunk, flags]
+    return [slots, *chunk]
 
 
 def _placed(shapes: Any, shardings: Any) -> Any:

@@ -53,6 +53,10 @@ class WeightFormat:
     def quantized(self) -> bool:
         return self.kind in ("fp8_e4m3", "int4")
 
+    def stored_axes(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """The order in which a quantised matrix with `axes` (..., inputs, outputs) is kept: FP8 the other way round."""
+        return (*axes[:-2], axes[-1], axes[-2]) if self.kind == "fp8_e4m3" else axes
+
     @property
     def dtype(self):
         """Type of the parameters that this format leaves plain."""

@@ -9,11 +9,15 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int32, Shaped
 
 from jaxinfer.errors import UserError
+from jaxinfer.parallel.kernels import current
 from jaxinfer.quantization.formats import FP8_BLOCK, WeightFormat, to_e4m3
-from pallas_kernels import grouped_matmul as kernels
+from pallas_kernels.fp8_matmul import fp8_grouped_matmul, fp8_matmul
+from pallas_kernels.grouped_matmul import grouped_matmul as plain_grouped_matmul
+from pallas_kernels.w4a16_matmul import w4a16_grouped_matmul, w4a16_matmul
 from pallas_kernels.w4a16_matmul.layout import BLOCK, WORDS, pack
 from pallas_kernels.w4a16_matmul.layout import dequantize as dequantize_words
 
@@ -25,7 +29,8 @@ INT4_LIMIT = 7.5  # symmetric: codes -8..7, the scale maps the largest magnitude
 class QuantizedTensor:
     """`data` and `scale` of one weight.
 
-    fp8_e4m3: data e4m3 `[..., K, N]`, scale float32 `[..., ceil(K/128), ceil(N/128)]`.
+    fp8_e4m3: data e4m3 `[..., N, K]`, scale float32 `[..., ceil(N/128), ceil(K/128)]`: as published checkpoints have
+              it, and the only way round that FP8 tensor cores read.
     int4:gG:  data uint16 `[..., K/32, N*8]` (code + 8, four to a word as `pallas_kernels.w4a16_matmul.layout` says),
               scale bf16 `[..., K/G, N]`.
     """
@@ -37,7 +42,7 @@ class QuantizedTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         *stack, rows, columns = self.data.shape
-        return (*stack, rows * BLOCK, columns // WORDS) if self.format.kind == "int4" else (*stack, rows, columns)
+        return (*stack, rows * BLOCK, columns // WORDS) if self.format.kind == "int4" else (*stack, columns, rows)
 
     @property
     def nbytes(self) -> int:
@@ -52,7 +57,7 @@ class QuantizedTensor:
         rows, columns = self.data.shape[-2:]
         scale = jnp.repeat(self.scale, FP8_BLOCK, axis=-2)[..., :rows, :]
         scale = jnp.repeat(scale, FP8_BLOCK, axis=-1)[..., :columns]
-        return (self.data.astype(jnp.float32) * scale).astype(dtype)
+        return (self.data.astype(jnp.float32) * scale).astype(dtype).swapaxes(-1, -2)
 
 
 Weight = jax.Array | QuantizedTensor
@@ -88,6 +93,7 @@ def check_group(inputs: int, format: WeightFormat, name: str = "a matrix") -> No
 
 
 def _quantize_fp8(weight, format: WeightFormat) -> QuantizedTensor:
+    weight = weight.swapaxes(-1, -2)
     *stack, rows, columns = weight.shape
     pad = [(0, 0)] * len(stack) + [(0, -rows % FP8_BLOCK), (0, -columns % FP8_BLOCK)]
     padded = jnp.pad(weight.astype(jnp.float32), pad)
@@ -108,14 +114,44 @@ def dequantize(weight: Weight, dtype=jnp.float32) -> Float[Array, "... inputs ou
     return weight.dequantize(dtype) if isinstance(weight, QuantizedTensor) else weight.astype(dtype)
 
 
-def matmul(x: Float[Array, "... inputs"], weight: Weight, layer: Int32[Array, ""]) -> Float[Array, "... outputs"]:
-    """`x @ weight[layer]`, accumulated in float32, in the type of `x`."""
+def matmul(
+    x: Float[Array, "... inputs"], weight: Weight, layer: Int32[Array, ""], axes: tuple[str, str] = ("", "")
+) -> Float[Array, "... outputs"]:
+    """`x @ weight[layer]`, accumulated in float32, in the type of `x`. `axes`: logical names of inputs and outputs.
+
+    Where kernels run (`parallel.kernels`) a quantised weight is read as it is kept, and FP8 products round `x` too, to
+    e4m3 over each 128 inputs of a row.
+    """
+    if isinstance(weight, QuantizedTensor) and current().used:
+        call = {"int4": w4a16_matmul, "fp8_e4m3": fp8_matmul}[weight.format.kind]
+        return _kernel(call, x.reshape(-1, x.shape[-1]), weight, layer, axes).reshape(*x.shape[:-1], weight.shape[-1])
     matrix = dequantize(take(weight, layer), x.dtype)
     return jnp.matmul(x, matrix, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
 def grouped_matmul(
-    x: Float[Array, "A inputs"], weight: Weight, layer: Int32[Array, ""], counts: Int32[Array, " E"]
+    x: Float[Array, "A inputs"],
+    weight: Weight,
+    layer: Int32[Array, ""],
+    counts: Int32[Array, " E"],
+    axes: tuple[str, str] = ("", ""),
 ) -> Float[Array, "A outputs"]:
-    """Rows sorted by expert, each times `weight[layer, expert]`; `counts` says how many rows each expert has."""
-    return kernels.grouped_matmul(x, lambda e: dequantize(take(weight, layer, e), x.dtype), counts, weight.shape[-1])
+    """Rows sorted by expert, each times `weight[layer, expert]`; `counts` says how many rows each expert has. The rest
+    as in `matmul`."""
+    if isinstance(weight, QuantizedTensor) and current().used:
+        call = {"int4": w4a16_grouped_matmul, "fp8_e4m3": fp8_grouped_matmul}[weight.format.kind]
+        return _kernel(call, x, weight, layer, axes, counts)
+    return plain_grouped_matmul(x, lambda e: dequantize(take(weight, layer, e), x.dtype), counts, weight.shape[-1])
+
+
+def _kernel(call, x, weight: QuantizedTensor, layer, axes: tuple[str, str], *counts):
+    """A kernel on every device's part of the weight: whole groups of inputs, whose products are then summed, or some
+    of the outputs."""
+    setting = current()
+    stored = weight.format.stored_axes(axes)
+    split = {a: setting.axis(a, *(p.shape[i - 2] for p in (weight.data, weight.scale))) for i, a in enumerate(stored)}
+    inputs, outputs = split[axes[0]], split[axes[1]]
+    part = P(*[None] * (weight.data.ndim - 2), *(split[axis] for axis in stored))
+    operands = (P(None, inputs), part, part, P(), *[P()] * len(counts))
+    spread = setting.split(call, operands, P(None, outputs), over=inputs)
+    return spread(x, weight.data, weight.scale, layer, *counts)

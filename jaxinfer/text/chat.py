@@ -32,8 +32,8 @@ DEFAULT = (
 
 
 class ChatTemplate:
-    """A compiled template. `bos` and `eos` are what it calls `bos_token` and `eos_token`. UserError where `source` is no
-    template."""
+    """A compiled template. `bos` and `eos` are what it calls `bos_token` and `eos_token`. UserError where `source` is
+    no template."""
 
     def __init__(self, source: str = DEFAULT, bos: str = BOS, eos: str = END):
         self.source, self.bos, self.eos = source, bos, eos
@@ -73,8 +73,8 @@ class ChatTemplate:
 
 
 class _Fence:
-    """Fences around spellings of added tokens. What an assistant said keeps those that are part of how it writes, such as
-    `<think>`; special ones never pass."""
+    """Fences around spellings of added tokens. What an assistant said keeps those that are part of how it writes, such
+    as `<think>`; special ones never pass."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.strict = _any_of(tokenizer.added_tokens())

@@ -48,9 +48,8 @@ def read_tiktoken(path: Path, added: Mapping[str, Mapping[str, Any]]) -> tokeniz
     merges = [(spelled[left], spelled[right]) for left, right in _merges(ranks)]
     vocabulary = {spelled[token]: rank for token, rank in ranks.items()}
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(PIECES), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    cut, spell = pre_tokenizers.Split(Regex(PIECES), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([cut, spell])
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(_special(len(ranks), added))
     return backend

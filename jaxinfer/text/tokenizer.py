@@ -1,4 +1,5 @@
-"""BPE tokenizer (byte-level, or with bytes as a fallback), safe against special tokens in user text, and incremental decoding."""
+"""BPE tokenizer, byte-level or with bytes as a fallback, safe against special tokens in user text, and incremental
+decoding."""
 
 from __future__ import annotations
 
@@ -120,7 +121,8 @@ class Tokenizer:
                 return self._added[id].encode()
             token = self._special.id_to_token(id) or ""
             if not self._spells_bytes:
-                return bytes(_BYTES[char] for char in token)
+                spelled_out = all(char in _BYTES for char in token)  # some vocabularies hold tokens that no text gives
+                return bytes(_BYTES[char] for char in token) if spelled_out else token.encode()
             return bytes([int(match[1], 16)]) if (match := _BYTE.fullmatch(token)) else token.replace("▁", " ").encode()
 
         return [spelled(id) for id in range(self.vocab_size)]

@@ -48,9 +48,9 @@ def format_of(template: str) -> str:
 def parse(
     text: str, format: str, tools: Sequence[Mapping[str, Any]] = (), earlier: int = 0
 ) -> tuple[str, list[ToolCall]]:
-    """What is left of `text` as content, and the calls in it, in order. A call that is not whole JSON, or names no tool of
-    `tools` (if there are any), is left in the text. `earlier`: calls in the conversation so far, which ids count on
-    from."""
+    """What is left of `text` as content, and the calls in it, in order. A call that is not whole JSON, or names no tool
+    of `tools` (if there are any), stays in the text. `earlier`: calls in the conversation so far, from which ids count
+    on."""
     schemas = {tool.get("function", tool)["name"]: tool.get("function", tool) for tool in tools}
     found: list[Found] = []
 
@@ -166,8 +166,8 @@ def _object_call(text: str) -> Found | None:
         return None
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    return _checked(value["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+    said = value.get("arguments", value.get("parameters", {}))
+    return _checked(value["name"], said if isinstance(said, str) else json.dumps(said, ensure_ascii=False))
 
 
 def _checked(name: str, arguments: str) -> Found | None:

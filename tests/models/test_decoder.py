@@ -10,7 +10,7 @@ import pytest
 from jaxinfer.config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from jaxinfer.models.decoder import bind, forward, init_params, parameter_specs
 from jaxinfer.models.parameter import ParameterSpec, parameter
-from jaxinfer.parallel.sharding import RULES
+from jaxinfer.parallel.rules import RULES
 
 SMALL = ModelConfig(
     name="small",

@@ -1,10 +1,15 @@
 """The GPU check's dry run on the CPU goes through every step, and its table claims no speed."""
 
+import dataclasses
 import json
+
+import jax
+import pytest
 
 from experiments import gpu_check
 
 
+@pytest.mark.filterwarnings("ignore:no event records")
 def test_dry_run(tmp_path, capsys):
     assert gpu_check.main(["--dry-run", "--seed", "1", "--out", str(tmp_path)]) == 0
     table = json.loads((tmp_path / "gpu-check.json").read_text())
@@ -22,13 +27,12 @@ def test_without_a_gpu_it_says_so(tmp_path, capsys):
 
 
 def test_a_wrong_kernel_is_found(monkeypatch):
-    case = gpu_check.DRY[2]
-    right = case.call
-    wrong = lambda *operands, implementation: right(*operands, implementation=implementation) * (  # noqa: E731
-        1.1 if implementation == "interpret" else 1.0
-    )
-    monkeypatch.setattr(type(case), "call", lambda self, *operands, implementation: wrong(*operands, implementation=implementation))
-    import jax
+    case = dataclasses.replace(gpu_check.DRY[2], name="wrong")
+    right = type(case).call
 
+    def wrong(self, *operands, implementation):
+        return right(self, *operands, implementation=implementation) * (1.1 if implementation == "interpret" else 1.0)
+
+    monkeypatch.setattr(type(case), "call", wrong)
     [row] = gpu_check.verify([case], jax.random.key(0), "interpret", float("inf"))
     assert not row["correct"] and row["error"] > row["tolerance"]

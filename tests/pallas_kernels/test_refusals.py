@@ -13,7 +13,7 @@ from pallas_kernels.w4a16_matmul import w4a16_matmul
 from pallas_kernels.w4a16_matmul.layout import pack
 
 struct = jax.ShapeDtypeStruct
-INT, FLOAT = struct((), jnp.int32), struct((), jnp.float32)
+INT = struct((), jnp.int32)
 
 
 def shape_of(function, *structs, **settings):
@@ -23,7 +23,8 @@ def shape_of(function, *structs, **settings):
 def mla(dtype=jnp.uint8, page_size=16, latent=32, rope=16, pages=4, implementation="interpret"):
     width = latent + rope
     pool, query = struct((2, pages, page_size, width), dtype), struct((1, 1, 2, width), jnp.bfloat16)
-    run = partial(mla_attention, latent=latent, softmax_scale=1.0, kv_scale=jnp.float32(1), implementation=implementation)
+    settings = {"latent": latent, "softmax_scale": 1.0, "kv_scale": jnp.float32(1), "implementation": implementation}
+    run = partial(mla_attention, **settings)
     table, row = struct((1, 4), jnp.int32), struct((1,), jnp.int32)
     return shape_of(run, query, pool, INT, table, row, struct((1, 1), jnp.int32))
 
@@ -42,7 +43,8 @@ def w4a16(group=32, dtype=jnp.bfloat16, inputs=256, implementation="interpret"):
 
 
 def fp8(dtype=jnp.float8_e4m3fn, inputs=128, outputs=64, layers=1, implementation="interpret"):
-    weight, scale = struct((layers, outputs, inputs), dtype), struct((layers, -(-outputs // 128), inputs // 128), jnp.float32)
+    weight = struct((layers, outputs, inputs), dtype)
+    scale = struct((layers, -(-outputs // 128), inputs // 128), jnp.float32)
     return shape_of(fp8_matmul, struct((4, inputs), jnp.bfloat16), weight, scale, INT, implementation=implementation)
 
 

@@ -44,8 +44,8 @@ def by_hand(tensor: QuantizedTensor) -> np.ndarray:
             block, within = divmod(row, 32)
             codes[..., row, :] = data[..., block, :, within % 8] // 16 ** (within // 8) % 16 - 8
         return codes * scale.repeat(tensor.format.group, axis=-2)
-    spread = scale.repeat(128, axis=-2)[..., :rows, :].repeat(128, axis=-1)[..., :columns]
-    return np.asarray(tensor.data).astype(np.float64) * spread
+    spread = scale.repeat(128, axis=-2)[..., :columns, :].repeat(128, axis=-1)[..., :rows]
+    return (np.asarray(tensor.data).astype(np.float64) * spread).swapaxes(-1, -2)
 
 
 def largest_in_blocks(w: np.ndarray) -> np.ndarray:
@@ -83,8 +83,9 @@ def test_fp8_error_is_at_most_half_a_bit(rows, columns):
     """Also where blocks are cut off at the edges."""
     w = np.resize(weights(1, 32 * -(-rows // 32), columns), (rows, columns))
     tensor = make(w, WeightFormat.parse("fp8_e4m3"))
-    assert tensor.data.shape == (rows, columns) and tensor.data.dtype == jnp.float8_e4m3fn
-    assert tensor.scale.shape == (-(-rows // 128), -(-columns // 128)) and tensor.scale.dtype == jnp.float32
+    assert tensor.data.shape == (columns, rows) and tensor.data.dtype == jnp.float8_e4m3fn
+    assert tensor.scale.shape == (-(-columns // 128), -(-rows // 128)) and tensor.scale.dtype == jnp.float32
+    assert tensor.shape == (rows, columns)
     scale = largest_in_blocks(w) / 448
     error = abs(by_hand(tensor) - w)
     # A little more: the scale is divided out and multiplied in again in float32.
@@ -218,7 +219,8 @@ def test_the_scale_is_not_ignored(name):
     """Fault 12: twice the scale is twice the product, for each group by itself."""
     tensor = make(weights(11, 1, INPUTS, OUTPUTS), WeightFormat.parse(name))
     x = np.random.default_rng(11).standard_normal((2, INPUTS)).astype(np.float32)
-    doubled = QuantizedTensor(tensor.data, tensor.scale.at[:, -1].multiply(2), tensor.format)
+    last = np.index_exp[..., -1] if name == "fp8_e4m3" else np.index_exp[:, -1]
+    doubled = QuantizedTensor(tensor.data, tensor.scale.at[last].multiply(2), tensor.format)
     rows = 128 if name == "fp8_e4m3" else tensor.format.group
     more = matmul(x, doubled, 0) - matmul(x, tensor, 0)
     only_last = np.where(np.arange(INPUTS) < INPUTS - rows, 0, x)
