@@ -35,7 +35,7 @@ class Effort:
 
 
 QUICK = Effort(examples=24, texts=8, rounds=9, steps=24)
-FULL = Effort(examples=400, texts=60, rounds=31, steps=64)
+FULL = Effort(examples=200, texts=50, rounds=21, steps=64)
 PROMPT_TOKENS = 64  # of a request whose decoding is timed
 
 

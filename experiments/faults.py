@@ -13,7 +13,7 @@ from jaxinfer.evaluation.faults.fault import BEFORE, Fault
 from jaxinfer.evaluation.faults.load import ENGINE
 from jaxinfer.evaluation.table import Table, run_meta
 
-QUICK = (10, 2_000)
+QUICK = (5, 1_000)
 FULL = (1000, 1_000_000)
 """Injections of each fault at each level, and page operations of the clean runs at each level."""
 COUNTS = ("injected", "detected", "late", "harmless", "missed", "leaked", "false_alarms", "pages_lost")

@@ -45,8 +45,8 @@ def integrity(ablation: Ablation) -> Table:
             "on the CPU most of the former is the launch of a program, which the step does not pay.",
             "digest checks one page of each request a step. At the end of a request all its pages are read once more: "
             "audit_ms, not part of the other columns.",
-            f"Modelled: {PLANNED_MODEL}, {PLANNED_PRECISION}, requests of {CONTEXT:,} tokens in pages of {PAGE_SIZE} on "
-            f"{DEVICES} x {PLANNED_GPU.upper()}; bytes that one GPU reads for the check and for the step.",
+            f"Modelled: {PLANNED_MODEL} on {DEVICES} x {PLANNED_GPU.upper()}, {PLANNED_PRECISION}, requests of "
+            f"{CONTEXT:,} tokens in pages of {PAGE_SIZE}; bytes that one GPU reads for the check and for the step.",
         ],
     )
 

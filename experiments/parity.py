@@ -309,7 +309,24 @@ def parity(command: str) -> Table:
             "with keys and values of every head (plain); the reference decodes from its own cache.",
             "Quantised rows: the reference has the dequantised values in float32.",
         ],
+        draw,
     )
+
+
+def draw(figure: Any, table: Table) -> None:
+    """The largest differences of each row beside the tolerance, on a logarithmic axis."""
+    axis = figure.subplots()
+    fields = ("prefill_max_diff", "decode_max_diff", "plain_max_diff")
+    for offset, name in enumerate(fields):
+        heights = [place + 0.25 * (offset - 1) for place in range(len(table.rows))]
+        axis.plot([row[name] for row in table.rows], heights, "o", markersize=4, label=name)
+    axis.axvline(TOLERANCE, color="gray", linewidth=0.8, label="tolerance")
+    labels = [" / ".join(filter(None, (r["model"], r["weight_format"], r["note"]))) for r in table.rows]
+    axis.set_yticks(range(len(labels)), labels, fontsize=7)
+    axis.invert_yaxis()
+    axis.set_xscale("log")
+    axis.set_xlabel("largest difference of a logit")
+    axis.legend(fontsize=7)
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from jaxinfer.errors import UserError
 
 if TYPE_CHECKING:
     from experiments.ablation import Ablation
+    from jaxinfer.checkpoints.watch import Watch
     from jaxinfer.evaluation.table import Table
 
 # jax is imported inside the commands: the number of CPU devices must be set before, and --help needs none of it.
@@ -44,12 +45,18 @@ def writable(out: Path | None) -> Path | None:
 
 
 
-ModelOption = Annotated[str, typer.Option("--model", help="a model that ships (tiny), or a checkpoint folder")]
+ModelOption = Annotated[str, typer.Option("--model", help="tiny, smollm2, a checkpoint folder, or a GGUF file")]
 DevicesOption = Annotated[int, typer.Option("--devices", min=1, help="devices to shard over; on the CPU they are made")]
 WeightsOption = Annotated[
     str, typer.Option("--weights", help="bf16, fp8_e4m3, int4:g32, int4:g64, int4:g128 (int4 also with +dense)")
 ]
 KVOption = Annotated[str, typer.Option("--kv", help="number format of the KV pages: bf16, fp8_e4m3")]
+IntegrityOption = Annotated[
+    str, typer.Option("--integrity", help="what is checked of pages before each read: off, tags, digest")
+]
+MismatchOption = Annotated[
+    str, typer.Option("--on-mismatch", help="of a request whose pages fail the check: abort, or recompute once")
+]
 OutOption = Annotated[
     Path | None, typer.Option("--out", help="folder for JSON, Markdown and pictures", callback=writable)
 ]
@@ -89,6 +96,12 @@ Breaks a running engine on purpose, in every way it knows, and counts what is no
 
 A run that is stopped goes on where it was when it is given the same --out and --seed.
 """
+CONVERT_EXAMPLES = """
+Writes a checkpoint anew with its weights in FP8 blocks or INT4, rounded to nearest, in layouts that other engines read.
+Killed on the way, the same command goes on from where it was.
+
+    python -m jaxinfer.run convert --model GLM-4.6 --to int4:g32 --out GLM-4.6-int4
+"""
 TABLES = {
     "kv-cache": "kv_cache",
     "weights": "weights",
@@ -110,6 +123,8 @@ def generate(
     model: ModelOption = "tiny",
     weights: WeightsOption = "bf16",
     kv: KVOption = "bf16",
+    integrity: IntegrityOption = "tags",
+    on_mismatch: MismatchOption = "abort",
     devices: DevicesOption = 1,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="the most tokens of an answer")] = 64,
     temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy")] = 0.0,
@@ -122,15 +137,22 @@ def generate(
     seed: SeedOption = 0,
 ) -> None:
     prepare(devices)
+    from jaxinfer.checkpoints.model import Model
+    from jaxinfer.config import Precision
     from jaxinfer.engine import LLM, SamplingParams
 
     params = SamplingParams(max_tokens, temperature, top_p, top_k, min_p, seed, tuple(stop or ()))
-    llm = LLM(model, weight_format=weights, kv_format=kv, devices=devices, kernels=kernels)
+    Precision.parse(weights, kv)  # before the model, which may take long
+    with progress_display() as progress:
+        loaded = Model.load(model, devices, loading_bar(progress, f"loading {model}"))
+    checks = {"integrity": integrity, "on_mismatch": on_mismatch}
+    llm = LLM(loaded, weight_format=weights, kv_format=kv, devices=devices, kernels=kernels, **checks)
     prompts = [line for p in prompt for line in (sys.stdin.read().splitlines() if p == "-" else [p])]
     tokens = [llm.model.encode(p) if raw else llm.model.chat(p) for p in prompts]
     if not tokens:
         raise UserError("no prompt was given on standard input; give at least one line")
-    errors.print(f"{model}: {llm.precision}, {devices} device{'s' * (devices > 1)}", style="dim", highlight=False)
+    runs_at = f"{llm.precision}, {devices} device{'s' * (devices > 1)}, integrity {integrity}"
+    errors.print(f"{model}: {runs_at}", style="dim", highlight=False)
     if len(tokens) == 1:
         for text in llm.stream(tokens[0], params):
             print(text, end="", flush=True)
@@ -139,6 +161,8 @@ def generate(
     for text, completion in zip(prompts, llm.generate(tokens, params), strict=True):
         console.print(text, style="bold", markup=False, highlight=False)
         print(completion.text)
+        if completion.error:
+            errors.print(completion.error, style="red", markup=False, highlight=False)
 
 
 @app.command(help=ABLATION_EXAMPLES)
@@ -212,6 +236,46 @@ def faults(
     if broken := campaign.broken_claims(table):
         errors.print(f"a claim did not hold: {', '.join(broken)}")
         raise typer.Exit(1)
+
+
+@app.command(help=CONVERT_EXAMPLES)
+def convert(
+    model: Annotated[Path, typer.Option("--model", help="a Hugging Face folder")],
+    to: Annotated[str, typer.Option("--to", help="fp8_e4m3, int4:g32, int4:g64, int4:g128 (int4 also with +dense)")],
+    out: Annotated[Path, typer.Option("--out", help="the folder that is made; its place must have the room")],
+) -> None:
+    prepare(1)
+    from jaxinfer.checkpoints.convert import convert
+    from jaxinfer.quantization.formats import WeightFormat
+
+    format = WeightFormat.parse(to)
+    with progress_display() as progress:
+        report = convert(model, out, format, loading_bar(progress, f"converting to {format}"))
+    ratio = report.bytes_after / report.bytes_before
+    print(f"{out}: {report.bytes_before:,} bytes before, {report.bytes_after:,} after ({ratio:.3f})")
+    for error in sorted(report.errors, key=lambda e: -e.relative_rms)[:10]:
+        print(f"{error.name}: error {error.relative_rms:.4f} of its size (root mean square), at most {error.max:.4g}")
+    if len(report.errors) > 10:
+        print(f"and {len(report.errors) - 10} tensors with smaller errors, all in {out / 'conversion.json'}")
+
+
+def loading_bar(progress: Progress, what: str) -> "Watch":
+    """A bar of `progress` for work on a checkpoint."""
+    from jaxinfer.checkpoints.watch import Watch
+
+    bar = progress.add_task(what, total=None)
+
+    class Bar(Watch):
+        def total(self, steps: int) -> None:
+            progress.update(bar, total=steps)
+
+        def advance(self) -> None:
+            progress.advance(bar)
+
+        def note(self, text: str) -> None:
+            progress.console.print(f"note: {text}", style="dim", highlight=False)
+
+    return Bar()
 
 
 def show(tables: "Iterable[Table]", out: Path | None, display: Console = console) -> None:

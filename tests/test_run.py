@@ -61,6 +61,8 @@ def run(*arguments: str, cwd: Path = ROOT, stdin: str = "") -> subprocess.Comple
         (["plan", "--gpu", "h300"], "h300"),
         (["faults", "--level", "tags,none"], "unknown level 'none'; there are: off, tags, digest, digest-all"),
         (["faults", "--injections", "0"], "'--injections'"),
+        (["convert", "--model", "nowhere", "--to", "int4:g32", "--out", "x"], "nowhere has no config.json"),
+        (["convert", "--model", "nowhere", "--to", "int3", "--out", "x"], "unknown weight format 'int3'"),
         (["frobnicate"], "No such command 'frobnicate'"),
     ],
 )
@@ -76,7 +78,7 @@ def test_a_mistake_in_a_process_of_its_own(tmp_path):
     assert done.stderr == "error: no prompt was given on standard input; give at least one line\n"
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["ablation"], ["plan"], ["faults"]])
+@pytest.mark.parametrize("command", [[], ["generate"], ["ablation"], ["plan"], ["convert"], ["faults"]])
 def test_help_shows_an_example(here, command):
     code, out, err = here(*command, "--help")
     assert code == 0 and err == "" and (not command or f"python -m jaxinfer.run {command[0]} --" in out)

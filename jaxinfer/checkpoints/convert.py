@@ -35,6 +35,7 @@ PLAN, REPORT = "conversion-plan.json", "conversion.json"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 INT4_PLAIN = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
 """Modules that an INT4 checkpoint leaves plain, as the published ones say it."""
+OTHER_PARTS = ["re:.*vision.*", "re:.*visual.*", "re:.*mm_projector.*"]
 Piece = tuple[str, np.dtype, tuple[int, ...]]
 """Name, type and shape of a tensor to be written."""
 
@@ -183,8 +184,10 @@ def new_config(values: Mapping[str, Any], format: WeightFormat) -> dict[str, Any
             "format": "pack-quantized",
             "quantization_status": "compressed",
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-            "ignore": ["lm_head", "re:.*mlp.gate$"] if format.dense else INT4_PLAIN,
+            "ignore": ["lm_head", r"re:.*mlp\.gate$"] if format.dense else INT4_PLAIN,
         }
+        if "text_config" in values:
+            said["ignore"] = [*said["ignore"], *OTHER_PARTS]
     else:
         said = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
         said["weight_block_size"] = [FP8_BLOCK, FP8_BLOCK]
@@ -215,7 +218,7 @@ def begin(partial: Path, plan: dict[str, Any]) -> None:
         return
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        _replace(path, lambda file: file.write(json.dumps(plan).encode()))
+        write_json(path, plan)
     except OSError as error:
         raise UserError(f"can't write to {partial}: {error.strerror}") from None
 
@@ -242,8 +245,7 @@ def finish(
     }
     index = {"metadata": {"total_size": report.bytes_after}, "weight_map": placed}
     for name, value in {REPORT: asdict(report), INDEX: index, "config.json": config}.items():
-        text = json.dumps(value, indent=2).encode()
-        _replace(partial / name, lambda file, text=text: file.write(text))
+        write_json(partial / name, value)
     for file in [*partial.glob("*.errors.json"), partial / PLAN]:
         file.unlink(missing_ok=True)
     partial.rename(out)
@@ -263,6 +265,10 @@ def _replace(path: Path, fill: Callable[[BinaryIO], object]) -> None:
     draft.replace(path)
 
 
+def write_json(path: Path, value: Any) -> None:
+    _replace(path, lambda file: file.write(json.dumps(value, indent=2).encode()))
+
+
 # ---- one shard
 
 
@@ -278,7 +284,7 @@ class Writer:
         if not path.is_file():
             errors: list[TensorError] = []
             _replace(path, lambda file: self._fill(file, items, errors))
-            _replace(beside, lambda file: file.write(json.dumps([asdict(e) for e in errors]).encode()))
+            write_json(beside, [asdict(error) for error in errors])
             return errors
         for _ in items:
             self.watch.advance()

@@ -69,6 +69,8 @@ def load(
     except UserError as error:
         said = str(error)
         raise UserError(said if str(file) in said else f"{file}: {said}") from None
+    except (TypeError, ValueError, LookupError) as error:  # metadata of another kind than its name says
+        raise UserError(f"{file} is damaged: {error}") from None
 
 
 def _open(file: Path) -> Any:

@@ -75,7 +75,8 @@ def _optional(path: Path) -> dict[str, Any]:
 
 def _spelling(token: Any) -> str | None:
     """A token is given as text, or as an object with it."""
-    return token.get("content") if isinstance(token, Mapping) else token
+    content = token.get("content") if isinstance(token, Mapping) else token
+    return content if isinstance(content, str) else None
 
 
 def _ids(said: Any) -> list[int]:

@@ -84,7 +84,7 @@ class Matrices:
         if f"{module}.weight_packed" in self.names:
             self.expect(f"{module}.weight_packed", (outputs, inputs // 8), np.dtype(np.int32))
             scale = self.expect(f"{module}.weight_scale", None, BF16, F32)
-            group = inputs // max(scale.shape[-1], 1)
+            group = inputs // scale.shape[1] if len(scale.shape) == 2 and scale.shape[1] else 0
             if group not in INT4_GROUPS or scale.shape != (outputs, inputs // group):
                 raise self.wrong(f"{module}.weight_scale", f"{list(scale.shape)} makes no groups of {INT4_GROUPS}")
             return WeightFormat("int4", group, False)

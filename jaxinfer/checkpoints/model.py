@@ -63,6 +63,7 @@ class Model:
     @classmethod
     def _from_huggingface(cls, folder: Path, devices: int, watch: Watch | None) -> "Model":
         config, _ = huggingface.read_config(folder)
+        config.check_devices(devices)
         tokenizer, template, ends = huggingface_text.read(folder)
         check_vocabulary(folder, tokenizer, config)
         config, params = huggingface.load(folder, make_mesh(devices) if devices > 1 else None, watch)
@@ -101,7 +102,8 @@ class Model:
     ) -> list[int]:
         """Messages, and tools in OpenAI's form, as the model's chat template writes them, waiting for the assistant.
         UserError where the template does not take them. `variables` are the template's own."""
-        return self.template.encode(self.tokenizer, tool_calls.restore_ids(messages), tools, **variables)
+        history = tool_calls.for_template(messages, self.tool_format)
+        return self.template.encode(self.tokenizer, history, tools, **variables)
 
     @property
     def tool_format(self) -> str:

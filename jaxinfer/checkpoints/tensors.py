@@ -115,7 +115,7 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path.parent} has no {path.name}") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}") from None
 
 
@@ -132,10 +132,12 @@ def read_header(path: Path) -> Iterator[tuple[str, Entry]]:
         raise UserError(f"{path} is missing") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{path} is no safetensors file: its header is not JSON") from None
+    if not isinstance(header, dict):
+        raise UserError(f"{path} is no safetensors file: its header is no object")
     for name, said in header.items():
         if name != "__metadata__":
             yield name, _entry(path, name, said, 8 + length, size)
@@ -143,13 +145,16 @@ def read_header(path: Path) -> Iterator[tuple[str, Entry]]:
 
 def _entry(path: Path, name: str, said: Any, start: int, size: int) -> Entry:
     try:
-        kind, shape, (begin, end) = said["dtype"], tuple(map(int, said["shape"])), said["data_offsets"]
+        kind, shape, (begin, end) = said["dtype"], tuple(said["shape"]), said["data_offsets"]
+        sensible = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
     except (KeyError, TypeError, ValueError):
-        raise UserError(f"{path}: the header says nothing sensible of tensor {name}") from None
-    if kind not in DTYPES:
+        sensible = False
+    if not sensible:
+        raise UserError(f"{path}: the header says nothing sensible of tensor {name}")
+    if not isinstance(kind, str) or kind not in DTYPES:
         raise UserError(f"{path}: tensor {name} has type {kind}; there are: {', '.join(DTYPES)}")
     entry = Entry(path, DTYPES[kind], shape, start + begin)
-    if end - begin != entry.nbytes or begin < 0:
+    if end - begin != entry.nbytes:
         raise UserError(f"{path}: tensor {name} of shape {list(shape)} and type {kind} has {end - begin} bytes")
     if start + end > size:
         raise UserError(f"{path} is cut short: tensor {name} ends at byte {start + end}, the file at {size}")

@@ -24,7 +24,7 @@ class LLM:
         """`model`: the name or folder of a checkpoint. `options` are fields of EngineConfig. UserError on bad input."""
         config = EngineConfig(precision=Precision.parse(weight_format, kv_format), **options)
         use_compilation_cache()
-        self.engine = Engine(model if isinstance(model, Model) else Model.load(model), config)
+        self.engine = Engine(model if isinstance(model, Model) else Model.load(model, config.devices), config)
 
     @property
     def model(self) -> Model:

@@ -37,7 +37,9 @@ class Programs:
         self.shardings = state_shardings(model, state, mesh)
         self._create = jax.jit(functools.partial(create_state, model, config), out_shardings=self.shardings)
         # Of a whole state only the scales are kept: XLA makes nothing else.
-        self._create_scales = jax.jit(lambda scales: create_state(model, config, scales).cache.scales)
+        self._create_scales = jax.jit(
+            lambda scales: create_state(model, config, scales).cache.scales, out_shardings=self.shardings.cache.scales
+        )
         self._kv_scales = kv_scales
         here, everywhere = self.shardings, replicated(mesh)
         self.admit = jax.jit(steps.admit_step, donate_argnums=0, out_shardings=here)

@@ -61,12 +61,34 @@ def parse(
         return ""
 
     content = READERS[format](text, take, schemas).strip() if text else ""
-    return content, [ToolCall(call_id(name, earlier + i), name, args) for i, (name, args) in enumerate(found)]
+    return content, [ToolCall(call_id(format, n, earlier + i), n, arguments) for i, (n, arguments) in enumerate(found)]
 
 
-def call_id(name: str, index: int) -> str:
-    """The id of a conversation's call number `index`, as Kimi was trained to write and to read it."""
-    return f"functions.{name}:{index}"
+def call_id(format: str, name: str, index: int) -> str:
+    """The id of a conversation's call number `index`: as Kimi was trained to write and read it; for models that do
+    not see ids, or take nine letters and digits (Mistral's), one of these."""
+    return f"functions.{name}:{index}" if format == "kimi" else f"call{index:05}"
+
+
+def for_template(messages: Iterable[Mapping[str, Any]], format: str) -> list[dict[str, Any]]:
+    """A history in OpenAI's form as templates expect it: for Kimi with its own ids and the arguments as written,
+    for others with the arguments as objects."""
+    if format == "kimi":
+        return restore_ids(messages)
+    prepared = []
+    for message in messages:
+        new = dict(message)
+        if calls := message.get("tool_calls"):
+            new["tool_calls"] = [{**call, "function": _with_object(call.get("function") or {})} for call in calls]
+        prepared.append(new)
+    return prepared
+
+
+def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return {**function, "arguments": json.loads(function["arguments"])}
+    except (KeyError, TypeError, json.JSONDecodeError, RecursionError):
+        return dict(function)
 
 
 def sanitise_id(id: str) -> str:
@@ -86,7 +108,7 @@ def restore_ids(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             new["tool_calls"] = []
             for call in calls:
                 name = (call.get("function") or {}).get("name", "")
-                ids[call.get("id", "")] = own = call_id(name, count)
+                ids[call.get("id", "")] = own = call_id("kimi", name, count)
                 new["tool_calls"].append({**call, "id": own})
                 count += 1
         if "tool_call_id" in message:

@@ -13,6 +13,7 @@ from jaxinfer.cache import AllocatorState, allocator, digest, integrity
 from jaxinfer.cache.digest import Digests
 from jaxinfer.cache.kv import KVCache
 from jaxinfer.engine import SamplingParams
+from jaxinfer.parallel.sharding import make_mesh
 from jaxinfer.quantization.formats import KVFormat
 from tests.engine.conftest import ENGINE, SMALL, prompts, serve, small_model  # noqa: F401
 
@@ -163,12 +164,11 @@ def test_eight_devices_keep_the_same_digests():
     rng = np.random.default_rng(0)
     entries = {k: jnp.asarray(rng.integers(0, 256, a.shape, np.uint8)) for k, a in cache.entries.items()}
     pages, rows = jnp.arange(P), jnp.full(P, PAGE)
-    mesh = jax.make_mesh((8,), ("tp",))
-    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, None, None, "tp"))
+    split = jax.sharding.NamedSharding(make_mesh(8), jax.sharding.PartitionSpec(None, None, None, "tp"))
     apart = {kind: jax.device_put(array, split) for kind, array in entries.items()}
     of_pages = jax.jit(digest.of_pages)
     np.testing.assert_array_equal(of_pages(apart, pages, rows), of_pages(entries, pages, rows))
-    apart["value"] = jax.device_put(apart["value"].at[1, 3, 2, 61].add(1), split)
+    apart["value"] = jax.device_put(entries["value"].at[1, 3, 2, 61].add(1), split)
     changed = np.asarray(of_pages(apart, pages, rows)) != np.asarray(of_pages(entries, pages, rows))
     assert changed.tolist() == [page == 3 for page in range(P)]
     assert Digests.create(cache, S, 1).values.shape == (P,)

@@ -128,11 +128,12 @@ def test_only_the_request_whose_page_it_is_ends(request, clean, level, fault):
     engine = served.engine
     before = engine.counters.mismatches
     ids = start(served)
-    said = len(engine._requests[ids[VICTIM]].output)
+    victim = engine._requests[ids[VICTIM]]
+    said, slot = len(victim.output), victim.slot
     damage_books(engine, ids[VICTIM], fault)
     done = finish(served)
     tokens = done[VICTIM].tokens
-    assert done[VICTIM].finish_reason == "integrity" and "slot 1" in done[VICTIM].error
+    assert done[VICTIM].finish_reason == "integrity" and f"slot {slot}" in done[VICTIM].error
     # Nothing drawn after the damage: what was in flight before it may still come out.
     assert len(tokens) <= said + 1 and tokens == clean[0][VICTIM][: len(tokens)]
     others_are_untouched(served, ids, done, clean)
@@ -250,6 +251,7 @@ def test_one_line_of_the_log_tells_it_all(tags, caplog):
     ids = start(tags)
     slot = engine._requests[ids[VICTIM]].slot
     page = int(engine.state.allocator.page_table[slot, 1])
+    held = int((np.asarray(engine.state.allocator.page_table)[slot] >= 0).sum())
     expected = int(engine.state.allocator.expected_tags[slot, 1])
     damage_books(engine, ids[VICTIM], retag)
     before = engine.counters.quarantined
@@ -261,7 +263,7 @@ def test_one_line_of_the_log_tells_it_all(tags, caplog):
     owners = line["pages"][0].pop("owners")
     assert line["pages"] == [{"column": 1, "page": page, "expected": expected, "found": expected + 1}]
     assert owners[0] == ids[VICTIM] and len(owners) <= 4
-    assert engine.counters.quarantined == before + 4  # all the pages of the slot
+    assert engine.counters.quarantined == before + held > before + 2  # all the pages of the slot
 
 
 def test_a_page_remembers_its_last_owners(tags):

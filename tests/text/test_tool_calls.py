@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxinfer.text.tool_calls import count_calls, format_of, parse, restore_ids, sanitise_id
+from jaxinfer.text.tool_calls import count_calls, for_template, format_of, parse, restore_ids, sanitise_id
 
 PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}}
 WEATHER, TIME = {"name": "get_weather", "parameters": {"properties": PROPERTIES}}, {"name": "get_time_2"}
@@ -33,7 +33,7 @@ def test_a_call_in_each_format(format):
     content, (call,) = parse(before + ONE[format], format, TOOLS)
     assert content == before.strip()
     assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Rome", "days": 2})
-    assert call.id == "functions.get_weather:0"
+    assert call.id == ("functions.get_weather:0" if format == "kimi" else "call00000")
 
 
 @pytest.mark.parametrize("format", ONE)
@@ -82,6 +82,17 @@ def test_history_with_sanitised_ids_becomes_what_the_model_wrote():
             if "tool_call_id" in message:
                 message["tool_call_id"] = change(message["tool_call_id"])
         assert changed != original and restore_ids(changed) == original
+
+
+def test_templates_get_arguments_as_objects_and_kimi_as_they_were_written():
+    written = '{"city":"Rome"}'
+    history = [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": written}}]}]
+    (message,) = for_template(history, "glm")
+    assert message["tool_calls"] == [{"id": "a", "function": {"name": "f", "arguments": {"city": "Rome"}}}]
+    (message,) = for_template(history, "kimi")
+    assert message["tool_calls"] == [{"id": "functions.f:0", "function": {"name": "f", "arguments": written}}]
+    history[0]["tool_calls"][0]["function"]["arguments"] = "{"
+    assert for_template(history, "json") == history
 
 
 def test_sanitised_ids():

@@ -66,7 +66,9 @@ def rows_exchanged(scene: Scene) -> bool:
 
 
 def length_bit(scene: Scene) -> bool:
-    scene.edit("lengths", lambda a: scene.flip(a, scene.slot))
+    """One of the bits that a possible length has; any other makes one that no slot can have."""
+    bit = int(scene.rng.integers(scene.engine.config.max_context.bit_length()))
+    scene.edit("lengths", lambda a: scene.flip(a, scene.slot, bit))
     return True
 
 
@@ -89,7 +91,7 @@ TABLES = (
     Fault("page table, order", "two entries of a slot exchanged", table_columns_exchanged, (), tags(), NO_TAGS),
     Fault(
         "length, one bit",
-        "the length of a slot in use",
+        "a low bit of the length of a slot in use",
         length_bit,
         claims={"digest": BEFORE, "digest-all": BEFORE},
         why="tags know pages, not tokens: they see a length that no slot can have or that needs a page more",
