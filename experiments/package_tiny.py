@@ -31,8 +31,9 @@ SCORED_EXAMPLES = 400  # of each task, held out
 PRECISION = Precision.parse("bf16", "bf16")
 
 
-def package(run: Path, out: Path) -> None:
-    """Write the checkpoint of `run` to `out`, then serve it from there and score it."""
+def package(run: Path, out: Path, note: str) -> None:
+    """Write the checkpoint of `run` to `out`, then serve it from there and score it. `note`: what the card adds about
+    the training."""
     config = ModelConfig.preset("tiny")
     trained = load_arrays(run / "params.npz", jax.eval_shape(lambda: init_params(config, jax.random.key(0))))
     params = quantize_params(config, trained, PRECISION.weights)
@@ -44,7 +45,7 @@ def package(run: Path, out: Path) -> None:
     (out / "scores.json").write_text(json.dumps(scores, indent=2) + "\n")
     log = [json.loads(line) for line in (out / "train_log.jsonl").read_text().splitlines()]
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    (out / "README.md").write_text(card(config, count, scores, log))
+    (out / "README.md").write_text(card(config, count, scores, log, note))
 
 
 def calibration_texts(tokenizer: Tokenizer) -> list[list[int]]:
@@ -72,7 +73,7 @@ def score(model: Model) -> dict[str, Any]:
     return {"precision": str(PRECISION), "held_out": True, "seed": 2, "tasks": tasks}
 
 
-def card(config: ModelConfig, count: int, scores: dict[str, Any], log: list[dict[str, Any]]) -> str:
+def card(config: ModelConfig, count: int, scores: dict[str, Any], log: list[dict[str, Any]], note: str) -> str:
     """The model card."""
     last, moe = log[-1], config.moe
     assert moe is not None
@@ -95,7 +96,7 @@ say nothing of other models' abilities. It is there to be quantised, served and 
 
 **Training.** {last["tokens"] / 1e6:.1f} million tokens in {last["seconds"] / 60:.0f} minutes on two CPU cores; the log
 is `train_log.jsonl`. Held-out examples (1 in 16, by hash of the first prompt) were never trained on. The KV scales
-were calibrated on {CALIBRATION_EXAMPLES} training examples of each task.
+were calibrated on {CALIBRATION_EXAMPLES} training examples of each task.{" " * bool(note) + note}
 
 ## Exact match on held-out examples ({scores["precision"]}, greedy)
 
@@ -112,8 +113,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="folder of a finished run of experiments.train_tiny")
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
+    parser.add_argument("--note", default="", help="what the card should add about the training")
     args = parser.parse_args()
-    package(args.run, args.out)
+    package(args.run, args.out, args.note)
 
 
 if __name__ == "__main__":
