@@ -318,17 +318,15 @@ def progress_display() -> Progress:
     """Bars on standard error, gone when they are done; nothing at all where nobody looks."""
     text = TextColumn("{task.description}")
     columns = (SpinnerColumn(), text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=errors, transient=True)
+    return Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
 
 
 def main() -> None:
     """Run the command line; every mistake of the user's is one line."""
     try:
-        app(standalone_mode=False)
+        sys.exit(app(standalone_mode=False) or 0)  # what typer.Exit was given
     except UserError as error:
         fail(str(error))
-    except typer.Exit as exit:
-        sys.exit(exit.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         errors.print("interrupted")
         sys.exit(130)

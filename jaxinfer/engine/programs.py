@@ -42,8 +42,8 @@ class Programs:
         )
         self._kv_scales = kv_scales
         here, everywhere = self.shardings, replicated(mesh)
-        self.admit = jax.jit(steps.admit_step, donate_argnums=0, out_shardings=here)
-        self.release = jax.jit(steps.release_step, donate_argnums=0, out_shardings=here)
+        self.admit = on_copies(jax.jit(steps.admit_step, donate_argnums=0, out_shardings=here))
+        self.release = on_copies(jax.jit(steps.release_step, donate_argnums=0, out_shardings=here))
         self.verify = jax.jit(steps.verify_step, out_shardings=everywhere)
         self.audit = jax.jit(steps.audit_step, out_shardings=everywhere)
         self._quarantine = jax.jit(steps.quarantine_step, donate_argnums=0, out_shardings=(here, everywhere))
@@ -53,7 +53,7 @@ class Programs:
             donate_argnums=1,
             out_shardings=(here, everywhere),
         )
-        self.decode, self.prefill = make(steps.decode_step), make(steps.prefill_step)
+        self.decode, self.prefill = make(steps.decode_step), on_copies(make(steps.prefill_step))
 
     def create_state(self) -> ServingState:
         """A fresh state: no pages owned, nothing cached."""
@@ -89,6 +89,18 @@ class Programs:
     def quarantine(self, state: ServingState, slots: np.ndarray) -> tuple[ServingState, jax.Array]:
         """`quarantine_step`, with the scales of the checkpoint."""
         return self._quarantine(state, slots, self._create_scales(self._kv_scales))
+
+
+def on_copies(program: Callable) -> Callable:
+    """`program` on copies of its host arrays that nobody else has. On the CPU jax may read a numpy array where it lies,
+    and only when the step runs: whoever wrote to it after the call would change the step (fault 8)."""
+
+    def copied(argument):
+        if isinstance(argument, SamplingState):
+            return jax.tree.map(copied, argument)
+        return argument.copy() if isinstance(argument, np.ndarray) else argument
+
+    return lambda *arguments: program(*map(copied, arguments))
 
 
 def checked(step: Callable, level: str, *static) -> Callable:

@@ -13,6 +13,8 @@ from jaxinfer.cache import AllocatorState, allocator, digest, integrity
 from jaxinfer.cache.digest import Digests
 from jaxinfer.cache.kv import KVCache
 from jaxinfer.engine import SamplingParams
+from jaxinfer.engine.programs import on_copies
+from jaxinfer.evaluation.faults.host import aligned
 from jaxinfer.parallel.sharding import make_mesh
 from jaxinfer.quantization.formats import KVFormat
 from tests.engine.conftest import ENGINE, SMALL, prompts, serve, small_model  # noqa: F401
@@ -129,6 +131,26 @@ def test_a_donated_state_is_gone(served):
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.allocator, state.cache.entries, state.digests)))
     with pytest.raises(RuntimeError, match="deleted"):
         np.asarray(state.allocator.page_tags)
+
+
+def test_a_host_array_may_be_written_to_once_the_step_is_enqueued():
+    """Fault 8, with an array at a place from which jax would read it without a copy, behind a long computation."""
+
+    def slow(x, a):
+        return (jax.lax.fori_loop(0, 30, lambda _, y: jnp.tanh(y @ y), x).sum() * 0).astype(jnp.int32) + a
+
+    x, wrong = jnp.ones((400, 400)), {}
+    for name, program in (("bare", jax.jit(slow)), ("copied", on_copies(jax.jit(slow)))):
+        found = []
+        for _ in range(4):
+            array = aligned(np.zeros(16, np.int32))
+            result = program(x, array)
+            array[...] = 7
+            found.append(bool(np.asarray(result).any()))
+        wrong[name] = any(found)
+    assert not wrong["copied"]
+    if not wrong["bare"]:
+        pytest.skip("here jax copies by itself")
 
 
 def test_what_a_step_was_given_is_never_written_again(served, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 from jaxinfer.cache import integrity
 from jaxinfer.checkpoints.model import EMBEDDED, Model
 from jaxinfer.config import EngineConfig, MLAConfig, ModelConfig, MoEConfig, Precision, RopeConfig
-from jaxinfer.engine import Completion, Engine
+from jaxinfer.engine import Completion, Engine, Event
 from jaxinfer.models.decoder import forward
 from jaxinfer.text.tokenizer import Tokenizer
 
@@ -52,9 +52,10 @@ class Served:
     engine: Engine
     logits: dict[int, list[np.ndarray]] = field(default_factory=dict)
 
-    def run(self) -> dict[int, Completion]:
-        """Serve until idle; the completions by request. Every page must have come back."""
-        done = {e.request: e.completion for e in self.engine.run() if e.completion}
+    def run(self, *earlier: Event) -> dict[int, Completion]:
+        """Serve until idle; the completions by request, those in `earlier` events too. Every page must have come
+        back."""
+        done = {e.request: e.completion for e in (*earlier, *self.engine.run()) if e.completion}
         assert_idle(self.engine)
         return done
 

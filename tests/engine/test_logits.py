@@ -12,17 +12,17 @@ from tests.engine.conftest import ENGINE, FLOAT32, SMALL, assert_idle, plain_log
 TOLERANCE = 1e-4  # of float32 logits of size 1 to 30: sums in another order
 
 
-def largest_difference(served, model, params, ids) -> float:
-    """Between every logit that was drawn from and the plain one of the same text."""
-    worst = 0.0
-    done = served.run()
+def differences(served, model, params, ids, *events) -> np.ndarray:
+    """The largest of each token's logits that was drawn from, against the plain ones of the same text."""
+    found = []
+    done = served.run(*events)
     for i in ids:
         text, rows = done[i].prompt + done[i].tokens, served.logits[i]
         assert len(rows) == len(done[i].tokens) > 0
         plain = plain_logits(model, params, text)
         first = len(done[i].prompt) - 1
-        worst = max(worst, float(np.abs(np.array(rows) - plain[first : first + len(rows)]).max()))
-    return worst
+        found.append(np.abs(np.array(rows) - plain[first : first + len(rows)]).max(axis=-1))
+    return np.concatenate(found)
 
 
 def test_sixteen_mixed_requests_of_the_trained_model():
@@ -30,11 +30,11 @@ def test_sixteen_mixed_requests_of_the_trained_model():
     model = Model.load("tiny")
     served = serve(model, EngineConfig(precision=FLOAT32, num_pages=512))
     lengths = [1, 2, 15, 16, 17, 31, 32, 33, 48, 64, 65, 255, 256, 257, 300, 500]
-    ids = []
+    ids, events = [], []
     for i, prompt in enumerate(prompts(3, lengths)):
         ids.append(served.engine.submit(prompt, SamplingParams(max_tokens=8 + i, ignore_eos=True)))
-        served.engine.step()  # they arrive while others run
-    worst = largest_difference(served, model, model.prepared(FLOAT32), ids)
+        events += served.engine.step()  # they arrive while others run
+    worst = differences(served, model, model.prepared(FLOAT32), ids, *events).max()
     print(f"largest difference {worst:.2e}")
     assert worst <= TOLERANCE
 
@@ -45,17 +45,18 @@ def test_random_lengths_in_a_pool_that_runs_out(short_of_pages, small_model, see
     lengths = np.random.default_rng(seed).integers(1, 30, 8)
     before = short_of_pages.engine.counters.preemptions
     ids = [short_of_pages.engine.submit(p, SamplingParams(24, ignore_eos=True)) for p in prompts(seed, lengths)]
-    assert largest_difference(short_of_pages, small_model, small_model.params, ids) <= TOLERANCE
+    assert differences(short_of_pages, small_model, small_model.params, ids).max() <= TOLERANCE
     assert short_of_pages.engine.counters.preemptions > before
 
 
-@pytest.mark.parametrize("kv, tolerance", [("bf16", 0.1), ("fp8_e4m3", 0.6)])
+@pytest.mark.parametrize("kv, tolerance", [("bf16", 0.05), ("fp8_e4m3", 0.5)])
 def test_narrow_pages_stay_near(small_model, kv, tolerance):
-    """2^-9 and 2^-4 of relative rounding in every latent, through two layers, on logits of size 4."""
+    """2^-9 and 2^-4 of relative rounding in every latent, through two layers, on logits of size 4. The median token:
+    with random weights rounding sends a few to other experts, which moves them by any amount."""
     served = serve(small_model, ENGINE.replace(precision=Precision.parse("f32", kv)))
     ids = [served.engine.submit(p, SamplingParams(16, ignore_eos=True)) for p in prompts(5, [3, 4, 5, 31])]
-    worst = largest_difference(served, small_model, small_model.params, ids)
-    assert 1e-4 < worst < tolerance
+    found = differences(served, small_model, small_model.params, ids)
+    assert 1e-4 < np.median(found) < tolerance
 
 
 def test_eight_devices_serve_what_one_does(served, small_model):
