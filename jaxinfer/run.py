@@ -151,6 +151,8 @@ def generate(
     tokens = [llm.model.encode(p) if raw else llm.model.chat(p) for p in prompts]
     if not tokens:
         raise UserError("no prompt was given on standard input; give at least one line")
+    for each in tokens:
+        llm.engine.check(each, params)
     runs_at = f"{llm.precision}, {devices} device{'s' * (devices > 1)}, integrity {integrity}"
     errors.print(f"{model}: {runs_at}", style="dim", highlight=False)
     if len(tokens) == 1:

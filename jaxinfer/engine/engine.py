@@ -103,13 +103,14 @@ class Engine:
         """Queue a prompt (text or tokens); its id. UserError where it can never be served or the queue is full."""
         params = params or SamplingParams()
         tokens = self.model.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
-        self._check_request(tokens, params)
+        self.check(tokens, params)
         request = Request(next(self._ids), tokens, params, self.model.stream_decoder())
         self._requests[request.id] = request
         self.scheduler.waiting.append(request)
         return request.id
 
-    def _check_request(self, tokens: list[int], params: SamplingParams) -> None:
+    def check(self, tokens: list[int], params: SamplingParams) -> None:
+        """UserError where such a request can never be served, or the queue is full now."""
         config, vocab = self.config, self.model.config.vocab
         room = min(config.max_context, config.num_pages * config.page_size)
         if not tokens:
