@@ -34,8 +34,8 @@ class Effort:
     steps: int
 
 
-QUICK = Effort(examples=24, texts=8, rounds=9, steps=24)
-FULL = Effort(examples=200, texts=50, rounds=21, steps=64)
+QUICK = Effort(examples=16, texts=6, rounds=9, steps=24)
+FULL = Effort(examples=100, texts=40, rounds=21, steps=64)
 PROMPT_TOKENS = 64  # of a request whose decoding is timed
 
 
