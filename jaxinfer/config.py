@@ -290,8 +290,8 @@ class EngineConfig:
     num_pages: int = 1088
     max_slots: int = 16
     max_context: int = 1024
-    decode_buckets: tuple[int, ...] = (1, 4, 16)
-    prefill_buckets: tuple[tuple[int, int], ...] = ((1, 32), (4, 32), (1, 256))
+    decode_buckets: tuple[int, ...] = (1, 16)
+    prefill_buckets: tuple[tuple[int, int], ...] = ((4, 32), (1, 256))
     max_queue: int = 4096
     integrity: str = "tags"
     digest_pages: int = 1
