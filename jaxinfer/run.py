@@ -146,11 +146,11 @@ def generate(
     with progress_display() as progress:
         loaded = Model.load(model, devices, loading_bar(progress, f"loading {model}"))
     checks = {"integrity": integrity, "on_mismatch": on_mismatch}
-    llm = LLM(loaded, weight_format=weights, kv_format=kv, devices=devices, kernels=kernels, **checks)
     prompts = [line for p in prompt for line in (sys.stdin.read().splitlines() if p == "-" else [p])]
-    tokens = [llm.model.encode(p) if raw else llm.model.chat(p) for p in prompts]
+    tokens = [loaded.encode(p) if raw else loaded.chat(p) for p in prompts]
     if not tokens:
         raise UserError("no prompt was given on standard input; give at least one line")
+    llm = LLM(loaded, weight_format=weights, kv_format=kv, devices=devices, kernels=kernels, **checks)
     for each in tokens:
         llm.engine.check(each, params)
     runs_at = f"{llm.precision}, {devices} device{'s' * (devices > 1)}, integrity {integrity}"

@@ -40,8 +40,8 @@ class Programs:
         self._create_scales = jax.jit(
             lambda scales: create_state(model, config, scales).cache.scales, out_shardings=self.shardings.cache.scales
         )
-        self._kv_scales = kv_scales
         here, everywhere = self.shardings, replicated(mesh)
+        self._kv_scales = jax.device_put(kv_scales, everywhere)
         self.admit = on_copies(jax.jit(steps.admit_step, donate_argnums=0, out_shardings=here))
         self.release = on_copies(jax.jit(steps.release_step, donate_argnums=0, out_shardings=here))
         self.verify = jax.jit(steps.verify_step, out_shardings=everywhere)
