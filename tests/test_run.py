@@ -119,6 +119,6 @@ def test_the_ablation_tables_of_the_model_are_whole(here, tmp_path, monkeypatch)
     weights = {row["weight_format"]: row for row in found["weights"]["rows"]}
     ratios = [weights[name]["bytes_ratio"] for name in ("bf16", "fp8_e4m3", "int4:g32+dense")]
     assert 1 == ratios[0] > ratios[1] > ratios[2]
-    assert 0 < weights["fp8_e4m3"]["kl"] < weights["int4:g128"]["kl"]
+    assert all(0 < row["kl"] < 0.1 for name, row in weights.items() if name != "bf16")
     assert {row["level"] for row in found["integrity"]["rows"]} >= {"off", "tags"}
     assert out.count("measured on the CPU") == 3
