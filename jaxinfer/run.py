@@ -187,7 +187,7 @@ def ablation(
         run = Ablation(
             Model.load(model), command, FULL if full else QUICK, seed, devices, budget << 20, progress
         )
-        show((make(run) for make in makers), out, progress.console)
+        show((make(run) for make in makers), out)
 
 
 @app.command(help=PLAN_EXAMPLES)
@@ -280,14 +280,14 @@ def loading_bar(progress: Progress, what: str) -> "Watch":
     return Bar()
 
 
-def show(tables: "Iterable[Table]", out: Path | None, display: Console = console) -> None:
+def show(tables: "Iterable[Table]", out: Path | None) -> None:
     """Print tables as they come, and write each to `out`."""
     from jaxinfer.evaluation.table import to_rich, write
 
     for table in tables:
-        display.print(to_rich(table))
+        console.print(to_rich(table))
         if out is not None:
-            display.print(f"wrote {', '.join(map(str, write(table, out).values()))}", highlight=False)
+            console.print(f"wrote {', '.join(map(str, write(table, out).values()))}", highlight=False)
 
 
 def table_makers(names: str) -> "list[Callable[[Ablation], Table]]":

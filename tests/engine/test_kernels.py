@@ -28,11 +28,12 @@ def model(random_params) -> Model:
 @pytest.mark.parametrize(
     ("weights", "kv", "devices", "tolerance"),
     [
-        # bf16 activations (2^-8) in both; the order of sums and of rounding differs.
-        ("int4:g32", "fp8_e4m3", 1, 0.06),
-        ("int4:g32", "bf16", 2, 0.06),
-        # FP8 products also round the activations to 2^-4 in the kernel, which the plain path does not.
-        ("fp8_e4m3", "fp8_e4m3", 1, 0.25),
+        # bf16 activations (2^-9) in both; the order of sums and of rounding differs.
+        ("int4:g32", "fp8_e4m3", 1, 0.04),
+        ("int4:g32", "bf16", 2, 0.04),
+        # FP8 products also round the activations, to 2^-4, which the plain path does not: 2^-4 / sqrt(3) of each
+        # product, of which some ten lie one behind the other.
+        ("fp8_e4m3", "fp8_e4m3", 1, 0.2),
     ],
 )
 def test_kernels_serve_what_the_reference_does(model, weights, kv, devices, tolerance):
@@ -43,11 +44,15 @@ def test_kernels_serve_what_the_reference_does(model, weights, kv, devices, tole
         ids = [served.engine.submit(p, SamplingParams(3, ignore_eos=True)) for p in prompts(50, [5, 21])]
         done = served.run()
         found.append([(done[i].tokens, np.array(served.logits[i])) for i in ids])
+    errors, sizes = [], []
     for (tokens, plain), (others, kernel) in zip(*found, strict=True):
         # Compared as far as both were given the same text.
         same = next((i + 1 for i, (a, b) in enumerate(zip(tokens, others, strict=True)) if a != b), len(tokens))
-        error = np.abs(plain[:same] - kernel[:same]).max() / np.abs(plain).max()
-        assert 0 < error < tolerance, error
+        errors.append(np.square(plain[:same] - kernel[:same]).mean(axis=-1))
+        sizes.append(np.square(plain[:same]).mean(axis=-1))
+    # Root mean square: rounding may send one token to another expert, which moves it by any amount.
+    error = np.sqrt(np.concatenate(errors).mean() / np.concatenate(sizes).mean())
+    assert 0 < error < tolerance, error
 
 
 def test_kernels_refuse_what_they_cannot_read(model):
