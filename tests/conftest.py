@@ -14,12 +14,10 @@ os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "0")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX_PLATFORMS=cuda runs the tests on a GPU
 
 import jax
-import numpy as np
 import pytest
 from hypothesis import settings
 
-from jaxinfer.models.decoder import parameter_specs
-from jaxinfer.models.parameter import ParameterSpec
+from jaxinfer.evaluation.faults import load
 
 # Compilation makes a property's first example slow and says nothing about the property; pytest's timeout bounds it all.
 settings.register_profile("jaxinfer", deadline=None, print_blob=True)
@@ -35,20 +33,5 @@ def _eight_devices() -> None:
 
 @pytest.fixture(scope="session")
 def random_params():
-    """Parameters of a configuration in float32, without compiling anything: matrices that keep the size of what passes
-    through, norms and biases that are not the neutral ones."""
-
-    def make(config, seed: int = 0):
-        rng = np.random.default_rng(seed)
-
-        def draw(spec: ParameterSpec) -> jax.Array:
-            values = rng.standard_normal(spec.shape, np.float32)
-            if spec.axes[-1] == "norm":
-                values = 1 + 0.3 * values
-            else:
-                values *= np.float32(0.1 if spec.kind == "float32" else spec.shape[-2] ** -0.5)
-            return jax.device_put(values)
-
-        return jax.tree.map(draw, parameter_specs(config), is_leaf=lambda x: isinstance(x, ParameterSpec))
-
-    return make
+    """Parameters of a configuration in float32, drawn without compiling anything."""
+    return load.random_params

@@ -16,8 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxinfer.errors import UserError
 from jaxinfer.parallel.rules import RULES
-
-CHOICES = ("auto", "reference", "triton", "interpret")
+from pallas_kernels.implementation import IMPLEMENTATIONS
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,8 @@ class Kernels:
     @classmethod
     def choose(cls, name: str, mesh: Mesh | None) -> "Kernels":
         """`auto` is `triton` on a GPU and `reference` elsewhere. UserError for an unknown name."""
-        if name not in CHOICES:
-            raise UserError(f"unknown kernels {name!r}; use {', '.join(CHOICES)}")
+        if name not in IMPLEMENTATIONS:
+            raise UserError(f"unknown kernels {name!r}; use {', '.join(IMPLEMENTATIONS)}")
         auto = "triton" if jax.default_backend() == "gpu" else "reference"
         return cls(auto if name == "auto" else name, mesh)
 

@@ -3,29 +3,17 @@
 from dataclasses import dataclass, field
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxinfer.cache import integrity
-from jaxinfer.checkpoints.model import EMBEDDED, Model
-from jaxinfer.config import EngineConfig, MLAConfig, ModelConfig, MoEConfig, Precision, RopeConfig
+from jaxinfer.checkpoints.model import Model
+from jaxinfer.config import EngineConfig, Precision
 from jaxinfer.engine import Completion, Engine, Event
+from jaxinfer.evaluation.faults import load
 from jaxinfer.models.decoder import forward
-from jaxinfer.text.tokenizer import Tokenizer
 
-SMALL = ModelConfig(
-    name="small",
-    vocab=1024,
-    hidden=64,
-    layers=2,
-    dense_layers=1,
-    dense_intermediate=64,
-    attention=MLAConfig(heads=8, q_lora=32, kv_lora=32, nope_dim=16, rope_dim=8, v_dim=16),
-    moe=MoEConfig(experts=8, top_k=2, intermediate=32),
-    rope=RopeConfig(interleaved=True),
-    max_position=128,
-)
+SMALL = load.CONFIG
 FLOAT32 = Precision.parse("f32", "f32")
 ENGINE = EngineConfig(
     precision=FLOAT32,
@@ -40,9 +28,8 @@ ENGINE = EngineConfig(
 
 
 @pytest.fixture(scope="session")
-def small_model(random_params) -> Model:
-    tokenizer = Tokenizer.load(EMBEDDED["tiny"] / "tokenizer.json")
-    return Model(SMALL, random_params(SMALL), {"latent": jnp.full(SMALL.layers, 0.02)}, tokenizer)
+def small_model() -> Model:
+    return load.random_model()
 
 
 @dataclass

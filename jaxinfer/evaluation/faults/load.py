@@ -9,7 +9,7 @@ import numpy as np
 from jaxinfer.checkpoints.model import EMBEDDED, Model
 from jaxinfer.config import EngineConfig, MLAConfig, ModelConfig, MoEConfig, Precision, RopeConfig
 from jaxinfer.engine import Engine, SamplingParams
-from jaxinfer.models.decoder import parameter_specs
+from jaxinfer.models.decoder import Params, parameter_specs
 from jaxinfer.models.parameter import ParameterSpec
 from jaxinfer.text.tokenizer import Tokenizer
 
@@ -40,8 +40,9 @@ REQUESTS = 6
 FIRST_TOKEN = 7  # ordinary tokens start here
 
 
-def random_model(seed: int = 0) -> Model:
-    """Float32 weights that keep the size of what passes through, so that every cached value matters to every logit."""
+def random_params(config: ModelConfig, seed: int = 0) -> Params:
+    """Float32 weights drawn without compiling anything: matrices that keep the size of what passes through, so that
+    every cached value matters to every logit, norms and biases that are not the neutral ones."""
     rng = np.random.default_rng(seed)
 
     def draw(spec: ParameterSpec) -> jax.Array:
@@ -50,9 +51,13 @@ def random_model(seed: int = 0) -> Model:
             return jax.device_put(1 + 0.3 * values)
         return jax.device_put(values * np.float32(0.1 if spec.kind == "float32" else spec.shape[-2] ** -0.5))
 
-    params = jax.tree.map(draw, parameter_specs(CONFIG), is_leaf=lambda x: isinstance(x, ParameterSpec))
+    return jax.tree.map(draw, parameter_specs(config), is_leaf=lambda x: isinstance(x, ParameterSpec))
+
+
+def random_model(seed: int = 0) -> Model:
+    """The small model with random weights, and the tokenizer that ships."""
     tokenizer = Tokenizer.load(EMBEDDED["tiny"] / "tokenizer.json")
-    return Model(CONFIG, params, {"latent": jnp.full(CONFIG.layers, 0.02)}, tokenizer)
+    return Model(CONFIG, random_params(CONFIG, seed), {"latent": jnp.full(CONFIG.layers, 0.02)}, tokenizer)
 
 
 @dataclass(frozen=True)
