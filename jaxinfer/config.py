@@ -266,6 +266,19 @@ class Precision:
         return f"weights {self.weights}, KV {self.kv}"
 
 
+@dataclass(frozen=True)
+class PhasePrecision:
+    """The number formats of prefill and of decode, where each has weights and pages of its own. The default is what
+    was published for Kimi K2.x on H200: FP8 weights and BF16 KV in prefill, INT4 weights and FP8 KV in decode."""
+
+    prefill: Precision = Precision.parse("fp8_e4m3", "bf16")
+    decode: Precision = Precision.parse("int4:g32", "fp8_e4m3")
+
+    def __str__(self) -> str:
+        return f"prefill: {self.prefill}; decode: {self.decode}"
+
+
+ROLES = ("both", "prefill", "decode")
 LEVELS = ("off", "tags", "digest")
 ON_MISMATCH = ("abort", "recompute")
 
@@ -283,6 +296,9 @@ class EngineConfig:
 
     `kernels` is what reads pages and packed weights: `auto`, the kernels on a GPU and plain jnp elsewhere; `interpret`,
     the kernels run by an interpreter, anywhere (`parallel.kernels`).
+
+    `role` says which phases run here. A `prefill` worker hands the KV of each prompt over in the format `handover`, and
+    a `decode` worker takes it, `transfer_tokens` at a time. `devices` are counted from `first_device`.
     """
 
     precision: Precision = Precision()
@@ -298,21 +314,29 @@ class EngineConfig:
     on_mismatch: str = "abort"
     logprobs: int = 5
     devices: int = 1
+    first_device: int = 0
     kernels: str = "auto"
+    role: str = "both"
+    handover: KVFormat = KVFormat.parse("fp8_e4m3")
+    transfer_tokens: int = 128
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "num_pages", "max_slots", "max_context", "max_queue", "digest_pages", "devices"):
+        counts = ("page_size", "num_pages", "max_slots", "max_context", "max_queue", "digest_pages", "devices")
+        for name in (*counts, "transfer_tokens"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name, choices in (("integrity", LEVELS), ("on_mismatch", ON_MISMATCH)):
+        for name, choices in (("integrity", LEVELS), ("on_mismatch", ON_MISMATCH), ("role", ROLES)):
             if getattr(self, name) not in choices:
                 raise UserError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
         for name in ("decode_buckets", "prefill_buckets"):
             sizes = np.asarray(getattr(self, name))
             if not sizes.size or sizes.min() < 1:
                 raise UserError(f"{name} must be sizes of at least 1, not {getattr(self, name)}")
-        if self.logprobs < 0:
-            raise UserError(f"logprobs must be at least 0, not {self.logprobs}")
+        for name in ("logprobs", "first_device"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name} must be at least 0, not {getattr(self, name)}")
+        if self.role != "both" and self.transfer_tokens % self.page_size:
+            raise UserError(f"transfer_tokens {self.transfer_tokens} is not a multiple of page_size {self.page_size}")
         if self.max_slots > max(self.decode_buckets):
             raise UserError(f"max_slots {self.max_slots} exceeds the largest decode bucket {max(self.decode_buckets)}")
 

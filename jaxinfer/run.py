@@ -47,10 +47,8 @@ def writable(out: Path | None) -> Path | None:
 
 ModelOption = Annotated[str, typer.Option("--model", help="tiny, smollm2, a checkpoint folder, or a GGUF file")]
 DevicesOption = Annotated[int, typer.Option("--devices", min=1, help="devices to shard over; on the CPU they are made")]
-WeightsOption = Annotated[
-    str, typer.Option("--weights", help="bf16, fp8_e4m3, int4:g32, int4:g64, int4:g128 (int4 also with +dense)")
-]
-KVOption = Annotated[str, typer.Option("--kv", help="number format of the KV pages: bf16, fp8_e4m3")]
+WEIGHTS = "bf16, fp8_e4m3, int4:g32, int4:g64, int4:g128 (int4 also with +dense)"
+PAGES = "number format of the KV pages: bf16, fp8_e4m3"
 IntegrityOption = Annotated[
     str, typer.Option("--integrity", help="what is checked of pages before each read: off, tags, digest")
 ]
@@ -70,6 +68,8 @@ Answers prompts with the engine.
     python -m jaxinfer.run generate --prompt "..." --prompt "..." --weights int4:g32 --kv fp8_e4m3 --devices 8
 
     cat prompts.txt | python -m jaxinfer.run generate --prompt - --temperature 0.8 --seed 7
+
+    python -m jaxinfer.run generate --prompt "..." --separate --prefill-weights fp8_e4m3 --weights int4:g32
 """
 ABLATION_EXAMPLES = """
 Measures tables: quality with paired 95% intervals, capacity, speed as ratios.
@@ -121,8 +121,13 @@ def main_command(context: typer.Context) -> None:
 def generate(
     prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="a user's message, repeatable; - reads lines")],
     model: ModelOption = "tiny",
-    weights: WeightsOption = "bf16",
-    kv: KVOption = "bf16",
+    weights: Annotated[
+        str | None, typer.Option("--weights", help=f"{WEIGHTS}; default bf16, with --separate int4:g32")
+    ] = None,
+    kv: Annotated[str | None, typer.Option("--kv", help=f"{PAGES}; default bf16, with --separate fp8_e4m3")] = None,
+    separate: Annotated[bool, typer.Option("--separate", help="prefill and decode as two workers")] = False,
+    prefill_weights: Annotated[str, typer.Option("--prefill-weights", help="with --separate")] = "fp8_e4m3",
+    prefill_kv: Annotated[str, typer.Option("--prefill-kv", help="with --separate")] = "bf16",
     integrity: IntegrityOption = "tags",
     on_mismatch: MismatchOption = "abort",
     devices: DevicesOption = 1,
@@ -136,13 +141,15 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="prompts as they are, with special tokens, no chat turn")] = False,
     seed: SeedOption = 0,
 ) -> None:
-    prepare(devices)
+    prepare(devices * (1 + separate))
     from jaxinfer.checkpoints.model import Model
-    from jaxinfer.config import Precision
+    from jaxinfer.config import PhasePrecision, Precision
     from jaxinfer.engine import LLM, SamplingParams
 
     params = SamplingParams(max_tokens, temperature, top_p, top_k, min_p, seed, tuple(stop or ()))
-    Precision.parse(weights, kv)  # before the model, which may take long
+    weights, kv = weights or ("int4:g32" if separate else "bf16"), kv or ("fp8_e4m3" if separate else "bf16")
+    formats = Precision.parse(weights, kv)  # before the model, which may take long
+    phases = PhasePrecision(Precision.parse(prefill_weights, prefill_kv), formats) if separate else None
     with progress_display() as progress:
         loaded = Model.load(model, devices, loading_bar(progress, f"loading {model}"))
     checks = {"integrity": integrity, "on_mismatch": on_mismatch}
@@ -150,10 +157,13 @@ def generate(
     tokens = [loaded.encode(p) if raw else loaded.chat(p) for p in prompts]
     if not tokens:
         raise UserError("no prompt was given on standard input; give at least one line")
-    llm = LLM(loaded, weight_format=weights, kv_format=kv, devices=devices, kernels=kernels, **checks)
+    llm = LLM(
+        loaded, weight_format=weights, kv_format=kv, phases=phases, devices=devices, kernels=kernels, **checks
+    )
     for each in tokens:
         llm.engine.check(each, params)
-    runs_at = f"{llm.precision}, {devices} device{'s' * (devices > 1)}, integrity {integrity}"
+    each_on = f"{devices} device{'s' * (devices > 1)}{' each' * separate}"
+    runs_at = f"{llm.precision}, {each_on}, integrity {integrity}"
     errors.print(f"{model}: {runs_at}", style="dim", highlight=False)
     if len(tokens) == 1:
         for text in llm.stream(tokens[0], params):

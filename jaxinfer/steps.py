@@ -1,5 +1,6 @@
 """What runs on the device while serving: `admit_step`, `prefill_step`, `verify_step`, `decode_step`, `release_step`;
-and for what failed its check: `audit_step`, `quarantine_step`.
+for what failed its check: `audit_step`, `quarantine_step`; and between a prefill and a decode worker: `export_step`,
+`insert_step`.
 
 Each is a pure function of a `ServingState` that returns the next one. They are jitted by `engine.programs` with
 shardings and donation, for a few shapes, before the first request.
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, Shaped, UInt32
 
 from jaxinfer.cache import INVALID, AllocatorState, allocator, digest, integrity, owners, quarantine
 from jaxinfer.cache.digest import Digests
@@ -21,6 +22,7 @@ from jaxinfer.cache.owners import Owners
 from jaxinfer.config import ModelConfig
 from jaxinfer.models.attention import PagedContext
 from jaxinfer.models.decoder import Params, bind
+from jaxinfer.quantization.formats import KVFormat
 from jaxinfer.sampling import Logprobs, SamplingState, log_probabilities, sample
 
 OK, MISMATCH, NO_PAGE = 0, 1, 2
@@ -43,12 +45,13 @@ class ServingState:
 @dataclass(frozen=True)
 class StepOutput:
     """What a step gives each row: `status` (OK, MISMATCH: its check failed, NO_PAGE: none was free), the new
-    token (INVALID unless the row is OK and has one), log-probabilities, and the logits it was drawn from."""
+    token (INVALID unless the row is OK and has one), log-probabilities, and the logits it was drawn from; the last two
+    only where a token can be drawn."""
 
     status: Int32[Array, " B"]
     tokens: Int32[Array, " B"]
-    logprobs: Logprobs
-    logits: Float[Array, "B V"]
+    logprobs: Logprobs | None = None
+    logits: Float[Array, "B V"] | None = None
 
 
 def admit_step(
@@ -137,6 +140,70 @@ def prefill_step(
     return _advance(
         config, dtype, logprobs, params, state, slots, tokens, counts, last, verified, max_new_pages=pages
     )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Block:
+    """KV of some tokens of one request on its way to another pool: rows of every kind, in the format of that pool; the
+    digest of those bytes; and whether the pages they were read from were still the request's (`sound`)."""
+
+    entries: dict[str, Shaped[Array, "layers T width"]]
+    digest: UInt32[Array, ""]
+    sound: Bool[Array, ""]
+
+
+def export_step(
+    format: KVFormat,
+    tokens: int,
+    state: ServingState,
+    slot: Int32[Array, ""],
+    start: Int32[Array, ""],
+    scales: dict[str, Float[Array, " L"]],
+) -> Block:
+    """The KV of `tokens` tokens of a slot from `start` (a whole number of pages) on, checked as before any read."""
+    pages = state.allocator
+    columns = start // pages.page_size + jnp.arange(tokens // pages.page_size, dtype=jnp.int32)
+    page = jnp.where(columns < pages.max_pages_per_slot, pages.page_table[slot, columns], INVALID)
+    sound = verify_step(state, slot[None])[0]
+    count = jnp.where(sound, jnp.clip(pages.lengths[slot] - start, 0, tokens), 0)
+    entries = state.cache.extract(page, count, format, scales)
+    return Block(entries, digest.of_block(entries), sound)
+
+
+def claim_step(state: ServingState, slots: Int32[Array, " B"]) -> UInt32[Array, " B"]:
+    """The tags under which requests have their slots now: what an `insert_step` must show later."""
+    return state.sampling.owner_tags[jnp.maximum(slots, 0)]
+
+
+def insert_step(
+    state: ServingState,
+    slots: Int32[Array, " 1"],
+    tags: UInt32[Array, " 1"],
+    start: Int32[Array, ""],
+    count: Int32[Array, ""],
+    block: Block,
+) -> tuple[ServingState, StepOutput]:
+    """Put the next `count` tokens of a request into the pages of its slot.
+
+    The slot must still carry the tag that it had when the KV was asked for, own its pages, and be at `start`: what
+    comes late, twice, out of order or for another request takes no page and writes nothing (faults 2 and 23). With
+    digests the bytes must also be those that were sent (fault 4).
+    """
+    before = state.allocator.lengths[jnp.maximum(slots, 0)]
+    sound = block.sound & integrity.verify(state.allocator, slots, tags) & (before == start)
+    if state.digests is not None:
+        sound &= digest.of_block(block.entries) == block.digest
+    tokens = next(iter(block.entries.values())).shape[1]
+    limit = tokens // state.allocator.page_size
+    pages, grant = allocator.append(
+        state.allocator, jnp.where(sound, slots, INVALID), count[None], max_new_pages=limit
+    )
+    live = jnp.where(grant.granted, slots, INVALID)
+    context = _context(pages, live, before, count[None], tokens)
+    state = dataclasses.replace(state, allocator=pages, cache=state.cache.store(context, block.entries))
+    status = jnp.where(sound, jnp.where(grant.granted, OK, NO_PAGE), MISMATCH)
+    return _record(state, live, grant, context), StepOutput(status, jnp.full(1, INVALID, jnp.int32))
 
 
 def _advance(config, dtype, logprobs, params, state, slots, tokens, counts, emits, verified, max_new_pages):

@@ -82,6 +82,15 @@ def of_rows(entries: Pool, pages: Int32[Array, "N"], offsets: Int32[Array, "N"])
     return total
 
 
+def of_block(entries: dict[str, Shaped[Array, "L T width"]]) -> UInt32[Array, ""]:
+    """One digest of T tokens of every kind and layer on their way between pools."""
+    total = jnp.uint32(0)
+    for kind, rows in enumerate(entries[name] for name in sorted(entries)):
+        tokens = rows.shape[1]
+        total += jnp.sum(_placed(rows, kind, jnp.arange(tokens, dtype=jnp.int32), tokens), dtype=jnp.uint32)
+    return total
+
+
 def of_scales(cache: KVCache) -> UInt32[Array, ""]:
     """One digest of the scales of every kind and layer."""
     together = jnp.concatenate([cache.scales[name] for name in sorted(cache.scales)])

@@ -66,6 +66,36 @@ class KVCache:
         """The cache after copying the first `count` source pages to the targets, in every layer."""
         return dataclasses.replace(self, entries=pages.copy(self.entries, source, target, count))
 
+    def extract(
+        self,
+        page: Int32[Array, " C"],
+        count: Int32[Array, ""],
+        format: KVFormat,
+        scales: dict[str, Float[Array, " layers"]],
+    ) -> dict[str, Shaped[Array, "layers T width"]]:
+        """The first `count` of the T = C * page_size tokens of some pages, in every layer, as `format` stores them with
+        `scales`; zeros after them. In the cache's own format the bytes are those of the pages."""
+
+        def one(kind: str, layer: Int32[Array, ""]) -> Shaped[Array, "T width"]:
+            found = pages.gather(self.entries[kind], layer, page[None], count[None])[0]
+            if format == self.format:
+                return found
+            scale = scales[kind][layer] if format.scaled else jnp.float32(1)
+            return format.encode(self.format.decode(found, self.scales[kind][layer]), scale)
+
+        layers = jnp.arange(next(iter(self.entries.values())).shape[0], dtype=jnp.int32)
+        return {kind: jax.lax.map(lambda layer, kind=kind: one(kind, layer), layers) for kind in self.entries}
+
+    def store(self, places: Places, rows: dict[str, Shaped[Array, "layers T width"]]) -> "KVCache":
+        """The cache with rows that are in its own format already, in every layer; those without a page are dropped."""
+        page, offset = places.pages.reshape(-1), places.offsets.reshape(-1)
+
+        def one(layer: Int32[Array, ""], entries):
+            return {k: pages.write(entries[k], layer, page, offset, rows[k][layer]) for k in entries}
+
+        layers = next(iter(self.entries.values())).shape[0]
+        return dataclasses.replace(self, entries=jax.lax.fori_loop(0, layers, one, self.entries))
+
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes over all layers."""

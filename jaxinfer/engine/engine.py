@@ -42,14 +42,15 @@ class Event:
 
 @dataclass
 class Counters:
-    """What the engine has done since it started. `mismatches` and `recomputed` count requests whose check failed and
-    those of them that got a second chance, `quarantined` pages that were set aside, `repairs` free lists that
-    contradicted the host's count and were written anew."""
+    """What the engine has done since it started. `handed_over` counts requests that a prefill worker passed on,
+    `mismatches` and `recomputed` those whose check failed and those of them that got a second chance, `quarantined`
+    pages that were set aside, `repairs` free lists that contradicted the host's count and were written anew."""
 
     steps: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
     preemptions: int = 0
+    handed_over: int = 0
     mismatches: int = 0
     recomputed: int = 0
     quarantined: int = 0
@@ -66,6 +67,11 @@ class InFlight:
     emits: list[bool]
     output: StepOutput
 
+    @property
+    def ready(self) -> bool:
+        """Whether reading it would not wait."""
+        return self.output.tokens.is_ready()  # type: ignore[attr-defined]
+
 
 class Engine:
     """Serves one model. Not for use by several threads at once."""
@@ -77,7 +83,7 @@ class Engine:
         config = fit_to_model(config, model)
         self.model, self.config, self.on_logits = model, config, on_logits
         model.config.check_devices(config.devices)
-        mesh = make_mesh(config.devices)
+        mesh = make_mesh(config.devices, config.first_device)
         packed = Kernels.choose(config.kernels, mesh).used
         if packed and config.precision.kv.kind == "f32":
             raise UserError("the kernels read bf16 and fp8_e4m3 pages, not f32")
@@ -104,9 +110,12 @@ class Engine:
         params = params or SamplingParams()
         tokens = self.model.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
         self.check(tokens, params)
-        request = Request(next(self._ids), tokens, params, self.model.stream_decoder())
+        return self.accept(Request(next(self._ids), tokens, params, self.model.stream_decoder()))
+
+    def accept(self, request: Request, first: bool = False) -> int:
+        """Queue a request that was checked, before all others if it is to be `first`; its id."""
         self._requests[request.id] = request
-        self.scheduler.waiting.append(request)
+        (self.scheduler.waiting.appendleft if first else self.scheduler.waiting.append)(request)
         return request.id
 
     def check(self, tokens: list[int], params: SamplingParams) -> None:
@@ -178,10 +187,10 @@ class Engine:
         """Steps that may stay unread: one batch while something was dispatched after it, none when idle."""
         return 1 if self.scheduler.decodable() or self.scheduler.next_chunk() else 0
 
-    def _admit(self) -> None:
+    def _admit(self) -> list[Request]:
         admitted = self.scheduler.admit()
         if not admitted:
-            return
+            return admitted
         slots = np.full(self.config.max_slots, INVALID, np.int32)
         ids = np.full(self.config.max_slots, INVALID, np.int32)
         rows = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), self.state.sampling)
@@ -189,6 +198,7 @@ class Engine:
             slots[row], ids[row] = request.slot, request.id & 0x7FFFFFFF
             _fill_row(rows, row, request)
         self.state = self.programs.admit(self.state, slots, rows, ids)
+        return admitted
 
     def _dispatch_prefill(self) -> None:
         chunk = self.scheduler.next_chunk()
@@ -240,9 +250,7 @@ class Engine:
         """Preempt the youngest request, after reading what it already has coming."""
         self._drain()
         if self.scheduler.decodable() and self.scheduler.short_of_pages(self.scheduler.decodable()):
-            request = self.scheduler.preempt()
-            self._release(request)
-            self.counters.preemptions += 1
+            self._send_back(self.scheduler.youngest())
 
     # ---- what came back ----
 
@@ -263,15 +271,21 @@ class Engine:
             elif status[row] == NO_PAGE:
                 self._repair()
                 self._send_back(request)
-            elif step.emits[row] and request.confirmed < len(request.output):
-                self._confirm(request, tokens[row])
             elif step.emits[row]:
-                if logits is not None and self.on_logits is not None:
-                    self.on_logits(request.id, len(request.output), logits[row])
-                if chances is not None and (n := request.params.logprobs):
-                    top = zip(chances.top_tokens[row, :n].tolist(), chances.top[row, :n].tolist(), strict=True)
-                    request.logprobs.append(TokenLogprob(tokens[row], float(chances.chosen[row]), tuple(top)))
-                self._take_token(request, tokens[row])
+                if request.confirmed < len(request.output):
+                    self._confirm(request, tokens[row])
+                else:
+                    if logits is not None and self.on_logits is not None:
+                        self.on_logits(request.id, len(request.output), logits[row])
+                    if chances is not None and (n := request.params.logprobs):
+                        top = zip(chances.top_tokens[row, :n].tolist(), chances.top[row, :n].tolist(), strict=True)
+                        request.logprobs.append(TokenLogprob(tokens[row], float(chances.chosen[row]), tuple(top)))
+                    self._take_token(request, tokens[row])
+                if request.status is Status.DECODE:
+                    self._after_token(request)
+
+    def _after_token(self, request: Request) -> None:
+        """A token was read, and the request goes on."""
 
     def _take_token(self, request: Request, token: int) -> None:
         request.output.append(token)
@@ -343,13 +357,16 @@ class Engine:
         self.counters.quarantined += int(count)
 
     def _send_back(self, request: Request) -> None:
-        """The device found no page where the host had counted on one: the request waits and is computed anew."""
+        """Take a request's slot and pages away: it waits and is computed anew."""
         self.scheduler.leave(request)
         self._release(request)
         request.preemptions += 1
         request.status = Status.WAITING
-        self.scheduler.waiting.appendleft(request)
         self.counters.preemptions += 1
+        self._wait_again(request)
+
+    def _wait_again(self, request: Request) -> None:
+        self.scheduler.waiting.appendleft(request)
 
     def _finish(self, request: Request, reason: str, text: str = "", tokens: tuple[int, ...] = ()) -> None:
         """The one end of a request, whatever the reason: slot and pages are given back, the caller is told."""
@@ -391,6 +408,8 @@ def _fill_row(rows: SamplingState, row: int, request: Request) -> None:
     rows.top_k[row], rows.min_p[row] = params.top_k, params.min_p
     rows.seeds[row] = request.id & 0xFFFFFFFF if params.seed is None else params.seed
     rows.emitted[row], rows.logprobs[row] = request.confirmed, params.logprobs
+    if request.confirmed:  # the token that a decode worker goes on from; otherwise the prefill gives it
+        rows.last_token[row] = request.output[request.confirmed - 1]
 
 
 def fit_to_model(config: EngineConfig, model: Model) -> EngineConfig:

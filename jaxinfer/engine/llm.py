@@ -4,9 +4,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxinfer.checkpoints.model import Model
-from jaxinfer.config import EngineConfig, Precision
+from jaxinfer.config import EngineConfig, PhasePrecision, Precision
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.request import Completion, SamplingParams
+from jaxinfer.engine.separated import Separated
 from jaxinfer.errors import UserError
 from jaxinfer.parallel.compilation import use_compilation_cache
 
@@ -19,12 +20,21 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | Path | Model = "tiny", *, weight_format: str = "bf16", kv_format: str = "bf16", **options
+        self,
+        model: str | Path | Model = "tiny",
+        *,
+        weight_format: str = "bf16",
+        kv_format: str = "bf16",
+        phases: PhasePrecision | None = None,
+        **options,
     ):
-        """`model`: the name or folder of a checkpoint. `options` are fields of EngineConfig. UserError on bad input."""
+        """`model`: the name or folder of a checkpoint. With `phases`, prefill and decode are workers of their own, each
+        at its precision; otherwise both run at the formats given. `options` are fields of EngineConfig. UserError on
+        bad input."""
         config = EngineConfig(precision=Precision.parse(weight_format, kv_format), **options)
         use_compilation_cache()
-        self.engine = Engine(model if isinstance(model, Model) else Model.load(model, config.devices), config)
+        loaded = model if isinstance(model, Model) else Model.load(model, config.devices)
+        self.engine: Engine | Separated = Separated.of(loaded, config, phases) if phases else Engine(loaded, config)
 
     @property
     def model(self) -> Model:

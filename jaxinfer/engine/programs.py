@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxinfer import steps
 from jaxinfer.cache import INVALID, AllocatorState
@@ -27,7 +28,8 @@ from jaxinfer.steps import ServingState
 
 class Programs:
     """`admit`, `release`, `decode`, `prefill` and, for what failed, `audit` and `quarantine` as callables, for the
-    shapes that `config` lists. `verify` is the check by itself, for measurements; it compiles when first called."""
+    shapes that `config` lists; `export` in a prefill worker, `claim` and `insert` in a decode worker. `verify` is the
+    check by itself, for measurements; it compiles when first called."""
 
     def __init__(self, model: ModelConfig, params: Params, kv_scales, config: EngineConfig, mesh: Mesh, dtype):
         self.config = config
@@ -54,6 +56,11 @@ class Programs:
             out_shardings=(here, everywhere),
         )
         self.decode, self.prefill = make(steps.decode_step), on_copies(make(steps.prefill_step))
+        self.block_shardings = block_shardings(model, mesh)
+        export = functools.partial(steps.export_step, config.handover, config.transfer_tokens)
+        self._export = jax.jit(export, out_shardings=self.block_shardings)
+        self.claim = on_copies(jax.jit(steps.claim_step, out_shardings=everywhere))
+        self.insert = on_copies(jax.jit(steps.insert_step, donate_argnums=0, out_shardings=(here, everywhere)))
 
     def create_state(self) -> ServingState:
         """A fresh state: no pages owned, nothing cached."""
@@ -64,8 +71,11 @@ class Programs:
         outside the interpreter's lock."""
         # A tiny serial start makes the shared constants; then every program goes its own way.
         jobs: list[Callable[[], None]] = [self._warm_admission]
-        jobs += [functools.partial(self._warm_decode, n) for n in self.config.decode_buckets]
-        jobs += [functools.partial(self._warm_prefill, *shape) for shape in self.config.prefill_buckets]
+        if self.config.role != "prefill":
+            jobs += [functools.partial(self._warm_decode, n) for n in self.config.decode_buckets]
+        if self.config.role != "decode":
+            jobs += [functools.partial(self._warm_prefill, *shape) for shape in self.config.prefill_buckets]
+        jobs += {"both": [], "prefill": [self._warm_export], "decode": [self._warm_insert]}[self.config.role]
         with ThreadPoolExecutor(2) as pool:
             for future in [pool.submit(job) for job in jobs]:
                 future.result()
@@ -85,6 +95,30 @@ class Programs:
         slots = np.full(rows, INVALID, np.int32)
         chunk = (np.zeros((rows, tokens), np.int32), np.zeros(rows, np.int32), np.zeros(rows, bool))
         jax.block_until_ready(self.prefill(self.params, self.create_state(), slots, *chunk))
+
+    def _warm_export(self) -> None:
+        jax.block_until_ready(self.export(self.create_state(), 0, 0))
+
+    def _warm_insert(self) -> None:
+        state = self.create_state()
+        slots, none = np.full(1, INVALID, np.int32), np.int32(0)
+        tags = self.claim(state, slots)
+        block = jax.device_put(jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), self.block), self.block_shardings)
+        jax.block_until_ready(self.insert(state, slots, tags, none, none, block))
+
+    @property
+    def block(self) -> steps.Block:
+        """Shapes and types of a block as this worker takes it: in its own pages' format."""
+        cache, tokens = jax.eval_shape(self._create, self._kv_scales).cache, self.config.transfer_tokens
+        entries = {
+            kind: jax.ShapeDtypeStruct((pool.shape[0], tokens, pool.shape[3]), pool.dtype)
+            for kind, pool in cache.entries.items()
+        }
+        return steps.Block(entries, jax.ShapeDtypeStruct((), np.uint32), jax.ShapeDtypeStruct((), np.bool_))  # type: ignore[arg-type]
+
+    def export(self, state: ServingState, slot: int, start: int) -> steps.Block:
+        """`export_step` for the tokens of a slot from `start` on."""
+        return self._export(state, np.int32(slot), np.int32(start), self._kv_scales)
 
     def quarantine(self, state: ServingState, slots: np.ndarray) -> tuple[ServingState, jax.Array]:
         """`quarantine_step`, with the scales of the checkpoint."""
@@ -123,6 +157,13 @@ def create_state(model: ModelConfig, config: EngineConfig, kv_scales) -> Serving
     owners = Owners.create(config.num_pages, config.max_slots) if config.integrity != "off" else None
     digests = Digests.create(cache, config.max_slots, config.digest_pages) if config.integrity == "digest" else None
     return ServingState(cache, pages, SamplingState.create(config.max_slots), owners, digests)
+
+
+def block_shardings(model: ModelConfig, mesh: Mesh) -> steps.Block:
+    """Blocks are split over devices as the pages are."""
+    *_, width = cache_sharding(model, mesh).spec or (None,)
+    rows = NamedSharding(mesh, P(None, None, width))
+    return steps.Block(dict.fromkeys(model.attention.entries, rows), replicated(mesh), replicated(mesh))  # type: ignore[arg-type]
 
 
 def state_shardings(model: ModelConfig, state: ServingState, mesh: Mesh) -> ServingState:

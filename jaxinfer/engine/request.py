@@ -4,9 +4,13 @@ import enum
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from jaxinfer.errors import UserError
 from jaxinfer.text.tokenizer import StreamDecoder
+
+if TYPE_CHECKING:
+    from jaxinfer.engine.transfer import Arrival
 
 MAX_STOPS = 16
 
@@ -50,10 +54,12 @@ class SamplingParams:
 
 
 class Status(enum.Enum):
-    """Where a request is in its life: waiting -> prefill -> decode -> done, back to waiting when preempted."""
+    """Where a request is in its life: waiting -> prefill -> decode -> done, back to waiting when preempted. In a decode
+    worker of its own, TRANSFER (its KV is on the way) takes the place of PREFILL."""
 
     WAITING = "waiting"
     PREFILL = "prefill"
+    TRANSFER = "transfer"
     DECODE = "decode"
     DONE = "done"
 
@@ -90,6 +96,7 @@ class Request:
     finish_reason: str = ""
     error: str = ""
     preemptions: int = 0
+    arrival: "Arrival | None" = None  # its KV, in a decode worker, until it is in pages
     first_token_at: float = 0.0
     finished_at: float = 0.0
 

@@ -25,6 +25,7 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig):
         self.config = config
+        self.first_status = Status.TRANSFER if config.role == "decode" else Status.PREFILL
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission
         self.free_slots = list(range(config.max_slots - 1, -1, -1))
@@ -51,7 +52,7 @@ class Scheduler:
                 break
             free -= need
             request = self.waiting.popleft()
-            request.slot, request.status = self.free_slots.pop(), Status.PREFILL
+            request.slot, request.status = self.free_slots.pop(), self.first_status
             request.cached, request.dispatched = 0, request.confirmed
             self.running.append(request)
             admitted.append(request)
@@ -82,14 +83,9 @@ class Scheduler:
         growth = sum(self.pages(r.cached + 1) - self.held(r) for r in batch)
         return growth > self.free_pages
 
-    def preempt(self) -> Request:
-        """Send the youngest running request back to the head of the queue; its pages are released by the engine."""
-        request = self.running[-1]
-        self.leave(request)
-        request.preemptions += 1
-        request.status = Status.WAITING
-        self.waiting.appendleft(request)
-        return request
+    def youngest(self) -> Request:
+        """The running request that gives way first."""
+        return self.running[-1]
 
     def leave(self, request: Request) -> None:
         """Take a request out of the queue or off its slot. Harmless when it is in neither."""

@@ -13,15 +13,15 @@ from jaxinfer.parallel.rules import RULES
 from jaxinfer.quantization.tensor import QuantizedTensor
 
 
-def make_mesh(devices: int) -> Mesh:
-    """A mesh of the first `devices` devices. UserError when there are fewer."""
-    there = jax.devices()
-    if devices > len(there):
+def make_mesh(devices: int, first: int = 0) -> Mesh:
+    """A mesh of `devices` devices from number `first` on. UserError when there are fewer."""
+    there, needed = jax.devices(), first + devices
+    if needed > len(there):
         raise UserError(
-            f"{devices} devices asked for, {len(there)} there; on the CPU, set the number before the first use of jax: "
-            f"--devices {devices} on the command line, or XLA_FLAGS=--xla_force_host_platform_device_count={devices}"
+            f"{needed} devices asked for, {len(there)} there; on the CPU, set the number before the first use of jax: "
+            f"--devices {needed} on the command line, or XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
         )
-    return Mesh(np.array(there[:devices]), ("tp",))
+    return Mesh(np.array(there[first:needed]), ("tp",))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
