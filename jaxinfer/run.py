@@ -102,6 +102,13 @@ Killed on the way, the same command goes on from where it was.
 
     python -m jaxinfer.run convert --model GLM-4.6 --to int4:g32 --out GLM-4.6-int4
 """
+WORKER_EXAMPLES = """
+Runs one worker of a deployment: prefill or decode, as the layout says (see jaxinfer/distributed/layout.py).
+
+    python -m jaxinfer.run worker --role prefill --layout pair.toml
+
+    python -m jaxinfer.run worker --role decode --layout pair.toml --index 1
+"""
 TABLES = {
     "kv-cache": "kv_cache",
     "weights": "weights",
@@ -269,6 +276,27 @@ def convert(
         print(f"{error.name}: error {error.relative_rms:.4f} of its size (root mean square), at most {error.max:.4g}")
     if len(report.errors) > 10:
         print(f"and {len(report.errors) - 10} tensors with smaller errors, all in {out / 'conversion.json'}")
+
+
+@app.command(help=WORKER_EXAMPLES)
+def worker(
+    role: Annotated[str, typer.Option("--role", help="prefill or decode")],
+    layout: Annotated[Path, typer.Option("--layout", help="the TOML file of the whole deployment")],
+    index: Annotated[int, typer.Option("--index", min=0, help="which of the workers of that role this is")] = 0,
+) -> None:
+    from jaxinfer.distributed.layout import ROLES, Layout
+
+    if role not in ROLES:
+        raise UserError(f"role must be {' or '.join(ROLES)}, not {role!r}")
+    plan = Layout.read(layout)
+    if index >= len(specs := plan.of_role(role)):
+        raise UserError(f"index {index}: the layout has {len(specs)} {role} worker{'s' * (len(specs) > 1)}")
+    prepare(specs[index].devices)
+    from jaxinfer.distributed.worker import Worker
+
+    serving = Worker(plan, specs[index])
+    errors.print(f"{specs[index]}: {serving.engine.precision}, integrity {plan.integrity}; ready", highlight=False)
+    serving.serve()
 
 
 def loading_bar(progress: Progress, what: str) -> "Watch":

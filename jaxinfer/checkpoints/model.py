@@ -60,6 +60,17 @@ class Model:
         check_vocabulary(folder, tokenizer, config)
         return cls(config, *orbax.restore(folder, config), tokenizer, template=template, ends=ends)
 
+    @staticmethod
+    def read_config(name: str | Path) -> ModelConfig:
+        """The configuration alone of the embedded model called `name` or a checkpoint folder. UserError where there is
+        none."""
+        folder = EMBEDDED.get(str(name), Path(name))
+        if not folder.is_dir():
+            raise UserError(f"no model folder {str(name)!r}, nor one that ships ({', '.join(EMBEDDED)})")
+        if not (folder / "arrays").exists() and huggingface.is_folder(folder):
+            return huggingface.read_config(folder)[0]
+        return orbax.read_config(folder)
+
     @classmethod
     def _from_huggingface(cls, folder: Path, devices: int, watch: Watch | None) -> "Model":
         config, _ = huggingface.read_config(folder)

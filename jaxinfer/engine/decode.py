@@ -1,11 +1,15 @@
 """The decode worker: requests with their KV in, tokens out."""
 
+import logging
+
 import jax
 import numpy as np
 
 from jaxinfer.engine.engine import Engine, InFlight
 from jaxinfer.engine.request import Request, Status
 from jaxinfer.engine.transfer import Arrival, Ticket
+
+logger = logging.getLogger("jaxinfer.transfer")
 
 
 class DecodeWorker(Engine):
@@ -30,6 +34,8 @@ class DecodeWorker(Engine):
     def _admit(self) -> list[Request]:
         admitted = super()._admit()
         for request in admitted:
+            assert request.arrival is not None
+            request.arrival.start()
             self._claims[request.slot] = self.programs.claim(self.state, np.array([request.slot], np.int32))
         return admitted
 
@@ -37,10 +43,11 @@ class DecodeWorker(Engine):
         """Put the KV that has come into pages."""
         for request in [r for r in self.scheduler.running if r.status is Status.TRANSFER]:
             assert request.arrival is not None
-            if request.arrival.lost:
-                self._send_back(request)
-            elif request.arrival.ready:
+            if request.arrival.ready:
                 self._insert(request, request.arrival)
+            elif request.arrival.lost:
+                logger.warning("request %d goes back to prefill: %s", request.id, request.arrival.lost)
+                self._send_back(request)
 
     def _insert(self, request: Request, arrival: Arrival) -> None:
         slots, size = np.array([request.slot], np.int32), self.config.transfer_tokens

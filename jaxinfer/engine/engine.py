@@ -146,6 +146,11 @@ class Engine:
             self._finish(request, "cancelled")
 
     @property
+    def under_way(self) -> dict[int, Request]:
+        """Requests that have not ended, by id; not to be changed."""
+        return self._requests
+
+    @property
     def busy(self) -> bool:
         """Whether a request is waiting or running, or an event has not been handed out."""
         return bool(self._requests or self._events)

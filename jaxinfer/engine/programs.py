@@ -108,10 +108,11 @@ class Programs:
 
     @property
     def block(self) -> steps.Block:
-        """Shapes and types of a block as this worker takes it: in its own pages' format."""
+        """Shapes and types of a block between workers: as decode's pages keep it."""
         cache, tokens = jax.eval_shape(self._create, self._kv_scales).cache, self.config.transfer_tokens
+        format = self.config.handover if self.config.role == "prefill" else self.config.precision.kv
         entries = {
-            kind: jax.ShapeDtypeStruct((pool.shape[0], tokens, pool.shape[3]), pool.dtype)
+            kind: jax.ShapeDtypeStruct((pool.shape[0], tokens, pool.shape[3]), format.dtype)
             for kind, pool in cache.entries.items()
         }
         return steps.Block(entries, jax.ShapeDtypeStruct((), np.uint32), jax.ShapeDtypeStruct((), np.bool_))  # type: ignore[arg-type]

@@ -67,13 +67,23 @@ class Ticket:
 class Arrival(Protocol):
     """KV of one request on its way to a decode worker."""
 
-    tokens: int  # that it has
-    lost: str  # why it won't come, or ""
+    @property
+    def tokens(self) -> int:
+        """How many it has."""
+        ...
+
+    @property
+    def lost(self) -> str:
+        """Why it won't come, or ""."""
+        ...
 
     @property
     def ready(self) -> bool:
         """Whether it can be written to pages without waiting; never once it is lost."""
         ...
+
+    def start(self) -> None:
+        """There is a slot for it now: let it come."""
 
     def blocks(self) -> Sequence[Block]:
         """It, in order, on the decode worker's devices."""
@@ -90,13 +100,16 @@ class Handoff:
 
 
 class LocalArrival:
-    """KV that comes from another mesh of this process; it is on its way as soon as this is made."""
+    """KV that comes from another mesh of this process."""
 
     lost = ""
 
     def __init__(self, handoff: Handoff, shardings: Block):
         self.tokens = handoff.tokens
-        self._blocks = [jax.device_put(block, shardings) for block in handoff.blocks]
+        self._blocks, self._shardings = list(handoff.blocks), shardings
+
+    def start(self) -> None:
+        self._blocks = [jax.device_put(block, self._shardings) for block in self._blocks]
 
     @property
     def ready(self) -> bool:

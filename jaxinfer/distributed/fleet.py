@@ -1,0 +1,81 @@
+"""The workers of a layout that run on this host, as processes: started together, ended together."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from jaxinfer.distributed.layout import Layout, WorkerSpec, check_ports
+
+END_S = 10.0  # how long a worker has to end by itself
+
+
+class Fleet:
+    """Starts every local worker of `layout`; a context that leaves none behind.
+
+    UserError, before any has started, where a port is in use.
+    """
+
+    def __init__(self, layout: Layout, environment: dict[str, str] | None = None):
+        self.layout = layout
+        self._local = [w for w in layout.workers if w.local]
+        check_ports(self._local)
+        self._folder = tempfile.TemporaryDirectory(prefix="jaxinfer-")
+        self._file = Path(self._folder.name) / "layout.toml"
+        self._file.write_text(to_toml(layout))
+        self._environment = {**os.environ, **(environment or {})}
+        self.processes = [self._start(worker) for worker in self._local]
+
+    def _start(self, worker: WorkerSpec) -> subprocess.Popen:
+        index = self.layout.of_role(worker.role).index(worker)
+        command = [sys.executable, "-m", "jaxinfer.run", "worker", "--role", worker.role, "--layout", str(self._file)]
+        return subprocess.Popen([*command, "--index", str(index)], env=self._environment, stdout=subprocess.DEVNULL)
+
+    def kill(self, index: int) -> None:
+        """End a worker without a word to it."""
+        self.processes[index].kill()
+        self.processes[index].wait()
+
+    def restart(self, index: int) -> None:
+        """Start a worker that has ended anew, in its place."""
+        assert self.processes[index].poll() is not None
+        self.processes[index] = self._start(self._local[index])
+
+    def ended(self) -> list[WorkerSpec]:
+        """Workers whose process has ended."""
+        return [w for w, p in zip(self._local, self.processes, strict=True) if p.poll() is not None]
+
+    def close(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        for process in self.processes:
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def to_toml(layout: Layout) -> str:
+    """A layout as the file that `Layout.read` reads."""
+    shared = {k: v for k, v in dataclasses.asdict(layout).items() if k != "workers"}
+    tables = [_lines(shared), *("[[worker]]\n" + _lines(dataclasses.asdict(w)) for w in layout.workers)]
+    return "\n".join(tables)
+
+
+def _lines(values: dict[str, Any]) -> str:
+    quoted = lambda v: "'" + v + "'" if isinstance(v, str) else v  # noqa: E731
+    return "".join(f"{name} = {quoted(value)}\n" for name, value in values.items())
