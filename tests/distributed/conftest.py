@@ -10,9 +10,9 @@ from jaxinfer.checkpoints.model import EMBEDDED
 from jaxinfer.distributed.fleet import Fleet
 from jaxinfer.distributed.layout import Layout, WorkerSpec, free_ports
 from jaxinfer.distributed.router import Router
-from tests.engine.conftest import served, small_model
+from tests.engine.conftest import small_model
 
-__all__ = ["served", "small_model"]  # fixtures of the engine's tests
+__all__ = ["small_model"]  # a fixture of the engine's tests
 FLOAT32 = {"weights": "f32", "kv": "f32"}
 SHARED = {"page_size": 4, "max_context": 64, "transfer_tokens": 8, "pull_timeout_s": 3.0, "request_timeout_s": 60.0}
 
@@ -36,7 +36,7 @@ def environment(tmp_path_factory) -> dict[str, str]:
 def deployment(checkpoint, environment):
     """Two prefill workers and one decode worker, and the router in front."""
     ports = free_ports(3)
-    roles = [("prefill", 16), ("prefill", 16), ("decode", 20)]  # a decode pool that runs out now and then
+    roles = [("prefill", 16), ("prefill", 16), ("decode", 16)]  # a decode pool that runs out now and then
     specs = [
         WorkerSpec(role, port, num_pages=pages, max_slots=4, **FLOAT32)
         for (role, pages), port in zip(roles, ports, strict=True)

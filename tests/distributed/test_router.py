@@ -5,19 +5,20 @@ import time
 import numpy as np
 import pytest
 
+from jaxinfer.checkpoints.model import Model
 from jaxinfer.distributed.router import Router
 from jaxinfer.engine import SamplingParams
 from jaxinfer.errors import UserError
-from tests.engine.conftest import prompts
+from tests.engine.conftest import ENGINE, prompts, serve
 
 LENGTHS = [1, 4, 5, 8, 9, 16, 17, 30]
 
 
-def sampling(i: int, tokens: int = 12) -> SamplingParams:
+def sampling(i: int, tokens: int = 24) -> SamplingParams:
     return SamplingParams(tokens, temperature=float(i % 2), seed=i, ignore_eos=True, logprobs=5)
 
 
-def submit(engine, seed: int, tokens: int = 12) -> list[int]:
+def submit(engine, seed: int, tokens: int = 24) -> list[int]:
     return [engine.submit(t, sampling(i, tokens)) for i, t in enumerate(prompts(seed, LENGTHS))]
 
 
@@ -45,8 +46,9 @@ def assert_same(one, other) -> None:
 
 
 @pytest.fixture(scope="module")
-def expected(served):
+def expected(checkpoint):
     """What one engine gives for the prompts of seed 1."""
+    served = serve(Model.load(checkpoint), ENGINE)
     ids = submit(served.engine, 1)
     done = served.run()
     return [done[i] for i in ids]
@@ -92,20 +94,19 @@ def test_a_dead_decode_worker_fails_its_requests_at_once_and_is_used_again(deplo
     ids, events = submit(router, 1), []
     while not router.peers[index].holds:
         events += router.step()
-    victims = set(router.peers[index].holds)
     fleet.kill(index)
     start = time.monotonic()
-    while victims & router._flights.keys():
+    while router.peers[index].channel is not None:
         events += router.step()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 5 and not router.peers[index].holds
     fleet.restart(index)
     done = finish(router, *events)
     for request, other in zip(ids, expected, strict=True):
         if done[request].finish_reason == "failed":
-            assert request in victims and "decode worker 127.0.0.1" in done[request].error
+            assert f"request {request}: the decode worker 127.0.0.1" in done[request].error
         else:
             assert_same(done[request], other)
-    assert any(done[i].finish_reason == "failed" for i in victims)
+    assert 0 < sum(done[i].finish_reason == "failed" for i in ids) < len(ids)
     wait_for_all(router)
     assert_nothing_is_held(router)
     again = submit(router, 1)
@@ -138,6 +139,7 @@ def test_a_router_that_leaves_leaves_nothing_behind(deployment):
     for _ in range(5):
         other.step()
     other.close()
+    router.step()  # finds its connections closed
     wait_for_all(router)
     assert_nothing_is_held(router)
 
