@@ -3,11 +3,12 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxinfer.cache import INVALID
-from jaxinfer.config import PhasePrecision, Precision
+from jaxinfer.config import GQAConfig, PhasePrecision, Precision
 from jaxinfer.engine import Completion, SamplingParams, Separated
 from jaxinfer.engine.transfer import Ticket
 from jaxinfer.errors import UserError
@@ -181,6 +182,21 @@ def test_nothing_compiles_while_serving(apart):
         apart.engine.submit(text, sampling(i))
     apart.run()
     assert compiled == []
+
+
+def test_keys_and_values_cross_between_two_devices_and_two(small_model, random_params):
+    """Grouped-query attention, whose pages are split by head on both sides."""
+    config = small_model.config.replace(attention=GQAConfig(heads=8, kv_heads=4, head_dim=16))
+    scales = {kind: jnp.ones(config.layers) for kind in config.attention.entries}
+    model = dataclasses.replace(small_model, config=config, params=random_params(config), kv_scales=scales)
+    served = Served(model, PREFILL.replace(devices=2, first_device=2), DECODE.replace(devices=2, num_pages=64))
+    ids = [served.engine.submit(t, SamplingParams(6, ignore_eos=True)) for t in prompts(6, [3, 8, 21])]
+    done = served.run()
+    for request in ids:
+        text = done[request].prompt + done[request].tokens
+        plain = plain_logits(model, model.params, text)[len(done[request].prompt) - 1 : -1]
+        np.testing.assert_allclose(served.rows(request), plain, atol=1e-4, rtol=0)
+    assert not served.engine.decode.state.cache.entries["key"].sharding.is_fully_replicated
 
 
 def test_float32_is_what_both_ran_at(apart):
