@@ -220,7 +220,9 @@ def plan(
     compile: Annotated[bool, typer.Option("--compile", help="compile the real steps too; needs the aot extra")] = False,
     out: OutOption = None,
 ) -> None:
-    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs on a GPU here, and the compiler must not look for one
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # nothing runs on a GPU here, and the compiler must not look for one
     from jaxinfer.planning import report
 
     formats = (prefill_weights, prefill_kv, decode_weights, decode_kv)
