@@ -11,7 +11,7 @@ from jaxinfer.errors import UserError
 from jaxinfer.evaluation.load.arrivals import ClosedLoop, Poisson
 from jaxinfer.evaluation.load.driver import drive
 from jaxinfer.evaluation.load.lengths import DEFAULTS, Job, Mix
-from jaxinfer.evaluation.load.measures import Series
+from jaxinfer.evaluation.load.measures import Series, latencies
 from tests.engine.conftest import ENGINE, assert_idle, serve, small_model  # noqa: F401
 
 # ---- lengths
@@ -159,7 +159,8 @@ def test_more_callers_than_slots_queue_and_their_waiting_counts():
     result = run(Clockwork(slots=1), [Job([1], 1)] * 3, ClosedLoop(3))
     np.testing.assert_allclose([t.ttft for t in result.traces], [0.02, 0.04, 0.06])
     assert result.peak_concurrency == 3 and result.decoding.peak == 1
-    assert result.latencies()["tpot_ms"] is None and result.latencies()["itl_ms"] is None
+    assert result.waiting.peak == 3  # while the first is in its prefill
+    assert latencies(result.traces)["tpot_ms"] is None and latencies(result.traces)["itl_ms"] is None
 
 
 def test_in_an_open_loop_a_request_arrives_when_it_was_due_not_when_it_was_taken():

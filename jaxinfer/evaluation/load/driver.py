@@ -44,8 +44,6 @@ def drive(
     The engine must be idle, and is idle again afterwards, also when the run is interrupted. A job that could never be
     served counts as refused too: check lengths before. `after_end` is called once for each job.
     """
-    if engine.busy:
-        raise ValueError("the engine must be idle")
     run = _Run(engine, jobs, arrivals, after_end, clock)
     try:
         while run.sent < len(jobs) or engine.busy:
@@ -65,12 +63,21 @@ def drive(
 class _Run:
     """One run under way."""
 
-    def __init__(self, engine, jobs, arrivals, after_end, clock):
+    def __init__(
+        self,
+        engine: Served,
+        jobs: Sequence[Job],
+        arrivals: Arrivals,
+        after_end: Callable[[], None],
+        clock: Callable[[], float],
+    ):
+        if engine.busy:
+            raise ValueError("the engine must be idle")
         self.engine, self.jobs, self.arrivals, self.after_end = engine, jobs, arrivals, after_end
         self.traces: list[Trace] = []
         self.live: dict[int, Trace] = {}
         self.sent = self.refused = self.turned_away = self.peak = 0
-        self.kv_used, self.decoding = Series(), Series()
+        self.kv_used, self.decoding, self.waiting = Series(), Series(), Series()
         self._preemptions = engine.counters.preemptions
         self._clock, self._start = clock, clock()
 
@@ -103,7 +110,9 @@ class _Run:
         events = [event for event in self.engine.step() if event.request in self.live]
         now = self.now
         self.kv_used.add(now, self.engine.kv_used())
-        if given := len({event.request for event in events if event.tokens}):
+        given = len({event.request for event in events if event.tokens})
+        self.waiting.add(now, len(self.live) - given)
+        if given:  # a step that only prefills says nothing of how many decode
             self.decoding.add(now, given)
         for event in events:
             trace = self.live[event.request]
@@ -117,6 +126,5 @@ class _Run:
         first = min((t.arrived for t in self.traces), default=0.0)
         seconds = max((t.ended for t in self.traces), default=0.0) - first
         preemptions = self.engine.counters.preemptions - self._preemptions
-        return LoadResult(
-            self.traces, self.refused, preemptions, max(seconds, 1e-9), self.kv_used, self.decoding, self.peak
-        )
+        series = (self.kv_used, self.decoding, self.waiting)
+        return LoadResult(self.traces, self.refused, preemptions, max(seconds, 1e-9), *series, self.peak)

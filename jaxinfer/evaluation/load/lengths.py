@@ -36,9 +36,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Mix:
-    """`kind`: one of DEFAULTS. `input` and `output` are tokens: exact (`fixed`), the middle of an even draw from half to
-    one and a half times as many (`random`), the mean of a log-normal draw (`sharegpt`), or the prefix that all
-    sessions share and what each of their turns adds (`agent`)."""
+    """`kind`: one of DEFAULTS. `input` and `output` are tokens: exact (`fixed`), the middle of an even draw from half
+    to one and a half times as many (`random`), the mean of a log-normal draw (`sharegpt`), or the prefix that all
+    sessions share and the answer to each of their turns (`agent`)."""
 
     kind: str = "fixed"
     input: int = 64

@@ -1,6 +1,6 @@
 """Measures: what a run under load took, for each request and in all."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,8 +84,8 @@ class Series:
 
 @dataclass
 class LoadResult:
-    """A run: its requests, those refused, seconds from first arrival to last end, KV use (share of pages held), and the
-    requests that got a token in one step."""
+    """A run: its requests, those refused, seconds from first arrival to last end, KV use (share of pages held), the
+    requests that got a token in one step (`decoding`), and those that got none (`waiting`: in the queue or prefill)."""
 
     traces: list[Trace]
     refused: int
@@ -93,6 +93,7 @@ class LoadResult:
     seconds: float
     kv_used: Series
     decoding: Series
+    waiting: Series
     peak_concurrency: int
 
     @property
@@ -109,18 +110,6 @@ class LoadResult:
         """Prompt tokens of the requests that completed, a second."""
         return sum(t.input for t in self.completed) / self.seconds
 
-    def latencies(self) -> dict[str, dict[str, float] | None]:
-        """`ttft_ms`, `tpot_ms`, `itl_ms` and `e2e_ms` of the requests that completed, each a distribution; None where
-        there is no value, as of gaps between the tokens of one-token answers."""
-        done = self.completed
-        more = [t for t in done if len(t.tokens) > 1]
-        return {
-            "ttft_ms": _milliseconds(t.ttft for t in done),
-            "tpot_ms": _milliseconds(t.tpot for t in more),
-            "itl_ms": _milliseconds(gap for t in more for gap in np.diff(t.tokens)),
-            "e2e_ms": _milliseconds(t.e2e for t in done),
-        }
-
     def fields(self) -> dict[str, Any]:
         """The columns of a row."""
         return {
@@ -134,10 +123,23 @@ class LoadResult:
             "output_tokens_per_s": self.output_tokens_per_s,
             "total_tokens_per_s": self.input_tokens_per_s + self.output_tokens_per_s,
             "decoding": {"mean": self.decoding.mean, "peak": int(self.decoding.peak)},
+            "waiting": {"mean": self.waiting.mean, "peak": int(self.waiting.peak)},
             "peak_concurrency": self.peak_concurrency,
             "kv_used": {"mean": self.kv_used.mean, "peak": self.kv_used.peak},
-            **self.latencies(),
+            **latencies(self.completed),
         }
+
+
+def latencies(completed: Sequence[Trace]) -> dict[str, dict[str, float] | None]:
+    """`ttft_ms`, `tpot_ms`, `itl_ms` and `e2e_ms` of requests that completed, each a distribution; None where there is
+    no value, as of gaps between the tokens of one-token answers."""
+    more = [t for t in completed if len(t.tokens) > 1]
+    return {
+        "ttft_ms": _milliseconds(t.ttft for t in completed),
+        "tpot_ms": _milliseconds(t.tpot for t in more),
+        "itl_ms": _milliseconds(gap for t in more for gap in np.diff(t.tokens)),
+        "e2e_ms": _milliseconds(t.e2e for t in completed),
+    }
 
 
 def _milliseconds(seconds: Iterable[float]) -> dict[str, float] | None:
