@@ -9,9 +9,11 @@ import pytest
 from jaxinfer.engine import Event
 from jaxinfer.errors import UserError
 from jaxinfer.evaluation.load.arrivals import ClosedLoop, Poisson
+from jaxinfer.evaluation.load.bench import Load, bench, bench_table
 from jaxinfer.evaluation.load.driver import drive
 from jaxinfer.evaluation.load.lengths import DEFAULTS, Job, Mix
 from jaxinfer.evaluation.load.measures import Series, latencies
+from jaxinfer.evaluation.table import write
 from tests.engine.conftest import ENGINE, assert_idle, serve, small_model  # noqa: F401
 
 # ---- lengths
@@ -233,3 +235,18 @@ def test_the_engine_turns_away_what_its_queue_cannot_hold(small):
     result = drive(small, Mix("fixed", 20, 12).jobs(40, 1024, 64, 0), Poisson(1e6, 40))
     assert result.refused > 0 and len(result.completed) + result.refused == 40
     assert_idle(small)
+
+
+def test_the_table_of_a_run(small, tmp_path):
+    load, ends = Load(Mix("random", 20, 8), 12, concurrency=3), []
+    jobs = load.mix.jobs(12, 1024, 64, 0)
+    result = bench(small, jobs, load, lambda: ends.append(1))
+    table = bench_table(result, load, small.config, {"seed": 0})
+    [row] = table.rows
+    assert row["arrivals"] == "closed loop of 3" and row["lengths"] == "random, 20 + 8" and len(ends) == 12
+    given = sum(job.output for job in jobs)
+    assert row["completed"] == 12 and row["output_tokens_per_s"] * row["seconds"] == pytest.approx(given)
+    over_time = table.meta["over_time"]["kv_used"]
+    assert len(row["kv_over_time"]) == 32 and over_time[-1] == 0
+    assert 0 < row["kv_used"]["peak"] == pytest.approx(max(over_time), abs=1e-3)
+    assert {path.suffix for path in write(table, tmp_path).values()} == {".json", ".md", ".png"}

@@ -27,7 +27,7 @@ NOTES = [
     "ttft_ms and e2e_ms count from arrival, waiting in the queue included; tpot_ms = (e2e - ttft) / (tokens - 1); "
     "itl_ms are the gaps between tokens as the caller sees them, preemptions included.",
     "decoding: requests that got a token in one step; waiting: those that got none, in the queue or in prefill. "
-    "kv_used: the share of the pool's pages that requests held.",
+    "kv_used: the share of the pool's pages that requests held after a step.",
 ]
 
 
