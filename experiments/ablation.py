@@ -1,7 +1,7 @@
 """What the tables share: one model served at several precisions, each measured once, however many tables ask for it."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,17 +26,22 @@ REFERENCE = Precision.parse("bf16", "bf16")
 @dataclass(frozen=True)
 class Effort:
     """How much is measured: held-out `examples` a task, of which `texts` are used to compare distributions, `rounds` of
-    interleaved timings, decode `steps` of each."""
+    interleaved timings, decode `steps` of each. Tables with a row for each concurrency take fewer rounds."""
 
     examples: int
     texts: int
     rounds: int
     steps: int
 
+    @property
+    def fewer_rounds(self) -> int:
+        return max(2, self.rounds * 2 // 3)
+
 
 QUICK = Effort(examples=16, texts=6, rounds=9, steps=24)
 FULL = Effort(examples=100, texts=40, rounds=21, steps=64)
 PROMPT_TOKENS = 64  # of a request whose decoding is timed
+WARMUP = 1  # rounds before those that count
 
 
 @dataclass
@@ -133,11 +138,14 @@ class Ablation:
             runs[name].append(run)
             return run.tokens_per_s
 
-        warmup = 1
-        with self._task(f"decoding {concurrency} at once", (warmup + self.effort.rounds) * len(engines)) as advance:
-            each = {name: functools.partial(one, name) for name in engines}
-            statistics.interleave(each, self.effort.rounds, warmup, advance)
-        return {name: done[warmup:] for name, done in runs.items()}
+        each = {name: functools.partial(one, name) for name in engines}
+        self.in_turn(f"decoding {concurrency} at once", each, self.effort.rounds)
+        return {name: done[WARMUP:] for name, done in runs.items()}
+
+    def in_turn(self, what: str, runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, np.ndarray]:
+        """What each of `runs` measured [rounds], taken in turn after WARMUP rounds that are dropped."""
+        with self._task(what, (WARMUP + rounds) * len(runs)) as advance:
+            return statistics.interleave(runs, rounds, WARMUP, advance)
 
     # ---- what every table says of itself ----
 

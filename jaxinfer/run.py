@@ -87,6 +87,15 @@ Weights, memory, tokens that fit and time floors of a model on GPUs that need no
 
     python -m jaxinfer.run plan --model kimi-k2.6 --devices 8 --gpu h200 --compile --out results
 """
+BENCH_EXAMPLES = """
+Drives an engine with requests and reports throughput, latencies, KV use over time, preemptions and refusals.
+
+    python -m jaxinfer.run bench --concurrency 16 --lengths fixed --input 64 --output 32
+
+    python -m jaxinfer.run bench --concurrency 64 --kv fp8_e4m3 --kv-budget-mib 3.375 --out results
+
+    python -m jaxinfer.run bench --rate 20 --requests 200 --lengths sharegpt --max-queue 32
+"""
 FAULTS_EXAMPLES = """
 Breaks a running engine on purpose, in every way it knows, and counts what is noticed, missed and leaked.
 
@@ -113,6 +122,8 @@ TABLES = {
     "kv-cache": "kv_cache",
     "weights": "weights",
     "integrity": "integrity",
+    "concurrency": "concurrency",
+    "weights-concurrency": "phases",
     "capacity-kimi": "capacity",
     "capacity-glm": "capacity",
 }
@@ -230,6 +241,54 @@ def plan(
         progress.add_task("planning" + " and compiling" * compile, total=None)
         tables = report.plan(model, devices, gpu, *formats, context, compile)
     show(tables, out)
+
+
+@app.command(help=BENCH_EXAMPLES)
+def bench(
+    concurrency: Annotated[int | None, typer.Option("--concurrency", help="callers with a request each; 8")] = None,
+    rate: Annotated[float | None, typer.Option("--rate", help="or: requests a second, Poisson arrivals")] = None,
+    requests: Annotated[int | None, typer.Option("--requests", help="in all; 4 for each caller, or 64")] = None,
+    lengths: Annotated[str, typer.Option("--lengths", help="fixed, random, sharegpt, agent")] = "fixed",
+    input: Annotated[int | None, typer.Option("--input", help="tokens of a prompt; agent: of the prefix")] = None,
+    output: Annotated[int | None, typer.Option("--output", help="tokens of an answer")] = None,
+    model: ModelOption = "tiny",
+    weights: WeightsOption = "bf16",
+    kv: KVOption = "bf16",
+    integrity: IntegrityOption = "tags",
+    devices: DevicesOption = 1,
+    slots: Annotated[int | None, typer.Option("--slots", min=1, help="requests decoded at once")] = None,
+    num_pages: Annotated[int | None, typer.Option("--num-pages", min=1, help="KV pages of 16 tokens")] = None,
+    budget: Annotated[float | None, typer.Option("--kv-budget-mib", help="or: memory for KV pages, in MiB")] = None,
+    max_queue: Annotated[int, typer.Option("--max-queue", min=1, help="requests that may wait; more: refused")] = 4096,
+    out: OutOption = None,
+    seed: SeedOption = 0,
+) -> None:
+    prepare(devices)
+    import numpy as np
+
+    from jaxinfer.checkpoints.model import Model
+    from jaxinfer.config import Precision
+    from jaxinfer.engine import Engine
+    from jaxinfer.evaluation.load.bench import Load, bench, bench_table, engine_config
+    from jaxinfer.evaluation.load.lengths import Mix
+    from jaxinfer.evaluation.table import run_meta
+
+    callers = 8 if concurrency is None and rate is None else concurrency
+    count = requests if requests is not None else 4 * callers if callers else 64
+    load, precision = Load(Mix.of(lengths, input, output), count, callers, rate, seed), Precision.parse(weights, kv)
+    with progress_display() as progress:
+        loaded = Model.load(model, devices, loading_bar(progress, f"loading {model}"))
+        jobs = load.mix.jobs(count, loaded.config.vocab, loaded.config.max_position, seed)
+        options = {"integrity": integrity, "devices": devices, "max_queue": max_queue}
+        config = engine_config(loaded.config, jobs, precision, slots or load.slots, num_pages, budget, **options)
+        progress.add_task("starting the engine", total=None)
+        engine = Engine(loaded, config)
+        errors.print(f"{model}: {engine.precision}, integrity {integrity}, {load}", style="dim", highlight=False)
+        bar = progress.add_task("serving", total=count)
+        result = bench(engine, jobs, load, functools.partial(progress.advance, bar))
+    command = shlex.join(["python", "-m", "jaxinfer.run", *sys.argv[1:]])
+    about = {"model": loaded.config.name, "compute_dtype": str(np.dtype(loaded.compute_dtype))}
+    show([bench_table(result, load, config, run_meta(command, seed, count, engine.precision, **about))], out)
 
 
 @app.command(help=FAULTS_EXAMPLES)

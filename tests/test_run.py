@@ -61,6 +61,16 @@ def run(*arguments: str, cwd: Path = ROOT, stdin: str = "") -> subprocess.Comple
         (["plan", "--gpu", "h300"], "h300"),
         (["faults", "--level", "tags,none"], "unknown level 'none'; there are: off, tags, digest, digest-all"),
         (["faults", "--injections", "0"], "'--injections'"),
+        (["bench", "--concurrency", "4", "--rate", "2"], "give either --concurrency (a closed loop) or --rate"),
+        (["bench", "--concurrency", "0"], "concurrency must be at least 1, not 0"),
+        (["bench", "--rate", "0"], "rate must be above 0 requests a second, not 0"),
+        (["bench", "--requests", "0"], "requests must be at least 1, not 0"),
+        (["bench", "--lengths", "zipf"], "unknown length mix 'zipf'; there are: fixed, random, sharegpt, agent"),
+        (["bench", "--input", "0"], "input must be at least 1 token, not 0"),
+        (["bench", "--kv-budget-mib", "0.01"], "--kv-budget-mib 0.01 is less than one page of 18,432 bytes in bf16"),
+        (["bench", "--num-pages", "2"], "the longest request has 96 tokens, 2 pages hold 32; raise --num-pages"),
+        (["bench", "--integrity", "none"], "integrity must be one of off, tags, digest"),
+        (["bench", "--kv", "int8"], "unknown KV format 'int8'"),
         (["convert", "--model", "nowhere", "--to", "int4:g32", "--out", "x"], "nowhere has no config.json"),
         (["convert", "--model", "nowhere", "--to", "int3", "--out", "x"], "unknown weight format 'int3'"),
         (["frobnicate"], "No such command 'frobnicate'"),
@@ -78,7 +88,7 @@ def test_a_mistake_in_a_process_of_its_own(tmp_path):
     assert done.stderr == "error: no prompt was given on standard input; give at least one line\n"
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["ablation"], ["plan"], ["convert"], ["faults"]])
+@pytest.mark.parametrize("command", [[], ["generate"], ["ablation"], ["bench"], ["plan"], ["convert"], ["faults"]])
 def test_help_shows_an_example(here, command):
     code, out, err = here(*command, "--help")
     assert code == 0 and err == "" and (not command or f"python -m jaxinfer.run {command[0]} --" in out)
@@ -91,6 +101,18 @@ def test_generate_reads_prompts_and_says_its_precision():
     assert done.returncode == 0, done.stderr
     assert "tiny: weights int4:g32, KV fp8_e4m3, 2 devices" in done.stderr
     assert all(text in done.stdout for text in texts) and len(done.stdout.splitlines()) >= 4
+
+
+def test_bench_reports_a_load_and_writes_it(here, tmp_path):
+    """More callers than the queue takes: some are refused, the others complete, and the row says all of it."""
+    options = ("--concurrency", "6", "--requests", "12", "--slots", "2", "--max-queue", "2", "--input", "9")
+    code, out, err = here("bench", *options, "--output", "4", "--kv", "fp8_e4m3", "--out", str(tmp_path / "new"))
+    assert code == 0, err
+    assert "tiny: weights bf16, KV fp8_e4m3, integrity tags, closed loop of 6" in err and "ttft_ms" in out
+    table = json.loads((tmp_path / "new" / "bench.json").read_text())
+    [row] = table["rows"]
+    assert row["completed"] + row["refused"] == row["requests"] == 12 and row["refused"] > 0
+    assert table["meta"]["command"].startswith("python -m jaxinfer.run bench --concurrency 6")
 
 
 def test_an_ablation_writes_json_markdown_and_a_picture(here, tmp_path):

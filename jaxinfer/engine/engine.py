@@ -136,7 +136,7 @@ class Engine:
                 f"a prompt of {len(tokens)} tokens and {params.max_tokens} more exceed the {what} of {room} tokens; "
                 "shorten the prompt or lower max_tokens"
             )
-        if len(self.scheduler.waiting) >= config.max_queue:
+        if len(self.scheduler.waiting) + len(self._events) >= config.max_queue:  # what nobody fetches counts too
             raise UserError(f"the queue is full with {config.max_queue} requests; try again later")
 
     def cancel(self, request_id: int) -> None:
@@ -159,6 +159,10 @@ class Engine:
     def decoding(self) -> int:
         """Requests past their prefill."""
         return sum(r.status is Status.DECODE for r in self.scheduler.running)
+
+    def kv_used(self) -> float:
+        """The share of pages that requests hold, from 0 to 1."""
+        return 1 - self.scheduler.free_pages / self.config.num_pages
 
     def synchronise(self) -> None:
         """Wait until the device has done everything that was dispatched."""

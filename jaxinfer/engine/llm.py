@@ -1,11 +1,13 @@
 """`LLM`: the notebook's face of the engine."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxinfer.checkpoints.model import Model
 from jaxinfer.config import EngineConfig, PhasePrecision, Precision
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.readers import Readers
 from jaxinfer.engine.request import Completion, SamplingParams
 from jaxinfer.engine.separated import Separated
 from jaxinfer.errors import UserError
@@ -40,6 +42,10 @@ class LLM:
     def model(self) -> Model:
         return self.engine.model
 
+    @functools.cached_property
+    def _readers(self) -> Readers:
+        return Readers(self.engine)
+
     @property
     def precision(self) -> str:
         """What weights and KV pages are kept in."""
@@ -56,17 +62,17 @@ class LLM:
         ids: list[int] = []
         try:
             for prompt, sampling in zip(prompts, each, strict=True):
-                ids.append(self.engine.submit(prompt, sampling))
-            done = {e.request: e.completion for e in self.engine.run() if e.completion}
-            return [done[i] for i in ids]
+                ids.append(self._readers.submit(prompt, sampling, pieces=False))
+            return [e.completion for i in ids for e in self._readers.events(i) if e.completion]
         finally:  # whatever came between: a prompt that is refused, an interrupt
             for i in ids:
-                self.engine.cancel(i)
+                self._readers.close(i)
 
     def stream(self, prompt: str | list[int], params: SamplingParams | None = None) -> Iterator[str]:
-        """The text of one completion, piece by piece. Leaving the loop early cancels the request."""
-        request = self.engine.submit(prompt, params)
+        """The text of one completion, piece by piece. Leaving the loop early cancels the request; several streams may
+        be read in any order, and one that is not read holds up nobody."""
+        request = self._readers.submit(prompt, params)
         try:
-            yield from (e.text for e in self.engine.run() if e.request == request and e.text)
+            yield from (e.text for e in self._readers.events(request) if e.text)
         finally:
-            self.engine.cancel(request)
+            self._readers.close(request)

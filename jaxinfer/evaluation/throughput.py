@@ -1,4 +1,4 @@
-"""Decode speed of an engine: so many requests at once, every one decoding, prefill left out."""
+"""Speed of an engine by phase: so many requests at once, all of them decoding, or all in their prefill."""
 
 import contextlib
 import time
@@ -30,6 +30,19 @@ class DecodeRun:
 
 
 @dataclass(frozen=True)
+class PrefillRun:
+    """`tokens` of prompts, `concurrency` prompts at a time, prefilled in so many seconds."""
+
+    concurrency: int
+    tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True)
 class BareRun:
     """Wall times of the compiled check, of the compiled decode step, which has the check in it, and of the last look at
     one request's pages, each waited for."""
@@ -51,6 +64,26 @@ def decode_run(engine: Engine, concurrency: int, prompt_tokens: int, steps: int,
             engine.step()
             times.append(time.perf_counter())
     return DecodeRun(concurrency, np.diff(times))
+
+
+def prefill_run(
+    engine: Engine, concurrency: int, prompt_tokens: int, at_least: int = 16, seed: int = 0
+) -> PrefillRun:
+    """Time prompts from submission to their one token, `concurrency` at a time, until `at_least` prompts are done.
+
+    The engine must be idle; it is idle again afterwards.
+    """
+    vocab, times = engine.model.config.vocab, -(-at_least // concurrency)
+    prompts = np.random.default_rng(seed).integers(0, vocab, (times, concurrency, prompt_tokens)).tolist()
+    one = SamplingParams(max_tokens=1, ignore_eos=True)
+    engine.synchronise()
+    start = time.perf_counter()
+    for together in prompts:
+        for prompt in together:
+            engine.submit(prompt, one)
+        while engine.busy:
+            engine.step()
+    return PrefillRun(concurrency, times * concurrency * prompt_tokens, time.perf_counter() - start)
 
 
 def bare_run(engine: Engine, concurrency: int, prompt_tokens: int, steps: int, seed: int = 0) -> BareRun:

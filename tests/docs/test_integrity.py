@@ -1,4 +1,4 @@
-"""What docs/integrity.md says: each numbered sentence names tests that exist; those without a better place are here."""
+"""What docs/*.md say: each numbered sentence names tests that exist; integrity's without a better place are here."""
 
 import dataclasses
 import re
@@ -25,10 +25,11 @@ allocate, release = jax.jit(allocator.allocate), jax.jit(allocator.release)
 fork, verify = jax.jit(allocator.fork), jax.jit(integrity.verify)
 
 
-def test_every_sentence_names_tests_that_exist():
-    text = (ROOT / "docs" / "integrity.md").read_text()
+@pytest.mark.parametrize("page, least", [("integrity", 20), ("backpressure", 14)])
+def test_every_sentence_names_tests_that_exist(page, least):
+    text = (ROOT / "docs" / f"{page}.md").read_text()
     numbers = [int(n) for n in re.findall(r"^(\d+)\. ", text, re.M)]
-    assert numbers == list(range(1, len(numbers) + 1)) and len(numbers) >= 20
+    assert numbers == list(range(1, len(numbers) + 1)) and len(numbers) >= least
     blocks = re.split(r"^\d+\. ", text, flags=re.M)[1:]
     for number, block in zip(numbers, blocks, strict=True):
         named = re.findall(r"(tests/[\w/]+\.py)::(\w+)", block)

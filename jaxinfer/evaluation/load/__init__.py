@@ -1,0 +1,2 @@
+"""Load on an engine: who asks for how much (`lengths`), when (`arrivals`), the run (`driver`), what it took
+(`measures`)."""
