@@ -10,7 +10,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -48,7 +48,15 @@ def writable(out: Path | None) -> Path | None:
 ModelOption = Annotated[str, typer.Option("--model", help="tiny, smollm2, a checkpoint folder, or a GGUF file")]
 DevicesOption = Annotated[int, typer.Option("--devices", min=1, help="devices to shard over; on the CPU they are made")]
 WEIGHTS = "bf16, fp8_e4m3, int4:g32, int4:g64, int4:g128 (int4 also with +dense)"
-PAGES = "number format of the KV pages: bf16, fp8_e4m3"
+WeightsOption = Annotated[
+    str | None, typer.Option("--weights", help=f"{WEIGHTS}; default bf16, with --separate int4:g32")
+]
+KVOption = Annotated[
+    str | None, typer.Option("--kv", help="KV pages: bf16, fp8_e4m3; default bf16, with --separate fp8_e4m3")
+]
+SeparateOption = Annotated[bool, typer.Option("--separate", help="prefill and decode as two workers")]
+PrefillWeightsOption = Annotated[str, typer.Option("--prefill-weights", help="of prefill, with --separate")]
+PrefillKVOption = Annotated[str, typer.Option("--prefill-kv", help="of prefill, with --separate")]
 IntegrityOption = Annotated[
     str, typer.Option("--integrity", help="what is checked of pages before each read: off, tags, digest")
 ]
@@ -95,6 +103,8 @@ Drives an engine with requests and reports throughput, latencies, KV use over ti
     python -m jaxinfer.run bench --concurrency 64 --kv fp8_e4m3 --kv-budget-mib 3.375 --out results
 
     python -m jaxinfer.run bench --rate 20 --requests 200 --lengths sharegpt --max-queue 32
+
+    python -m jaxinfer.run bench --concurrency 16 --layout local-pair
 """
 FAULTS_EXAMPLES = """
 Breaks a running engine on purpose, in every way it knows, and counts what is noticed, missed and leaked.
@@ -139,13 +149,11 @@ def main_command(context: typer.Context) -> None:
 def generate(
     prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="a user's message, repeatable; - reads lines")],
     model: ModelOption = "tiny",
-    weights: Annotated[
-        str | None, typer.Option("--weights", help=f"{WEIGHTS}; default bf16, with --separate int4:g32")
-    ] = None,
-    kv: Annotated[str | None, typer.Option("--kv", help=f"{PAGES}; default bf16, with --separate fp8_e4m3")] = None,
-    separate: Annotated[bool, typer.Option("--separate", help="prefill and decode as two workers")] = False,
-    prefill_weights: Annotated[str, typer.Option("--prefill-weights", help="with --separate")] = "fp8_e4m3",
-    prefill_kv: Annotated[str, typer.Option("--prefill-kv", help="with --separate")] = "bf16",
+    weights: WeightsOption = None,
+    kv: KVOption = None,
+    separate: SeparateOption = False,
+    prefill_weights: PrefillWeightsOption = "fp8_e4m3",
+    prefill_kv: PrefillKVOption = "bf16",
     integrity: IntegrityOption = "tags",
     on_mismatch: MismatchOption = "abort",
     devices: DevicesOption = 1,
@@ -161,23 +169,18 @@ def generate(
 ) -> None:
     prepare(devices * (1 + separate))
     from jaxinfer.checkpoints.model import Model
-    from jaxinfer.config import PhasePrecision, Precision
     from jaxinfer.engine import LLM, SamplingParams
 
     params = SamplingParams(max_tokens, temperature, top_p, top_k, min_p, seed, tuple(stop or ()))
-    weights, kv = weights or ("int4:g32" if separate else "bf16"), kv or ("fp8_e4m3" if separate else "bf16")
-    formats = Precision.parse(weights, kv)  # before the model, which may take long
-    phases = PhasePrecision(Precision.parse(prefill_weights, prefill_kv), formats) if separate else None
+    formats = precisions(weights, kv, separate, prefill_weights, prefill_kv)  # before the model, which may take long
     with progress_display() as progress:
         loaded = Model.load(model, devices, loading_bar(progress, f"loading {model}"))
-    checks = {"integrity": integrity, "on_mismatch": on_mismatch}
+    checks: dict[str, Any] = {"integrity": integrity, "on_mismatch": on_mismatch}
     prompts = [line for p in prompt for line in (sys.stdin.read().splitlines() if p == "-" else [p])]
     tokens = [loaded.encode(p) if raw else loaded.chat(p) for p in prompts]
     if not tokens:
         raise UserError("no prompt was given on standard input; give at least one line")
-    llm = LLM(
-        loaded, weight_format=weights, kv_format=kv, phases=phases, devices=devices, kernels=kernels, **checks
-    )
+    llm = LLM(loaded, **formats, devices=devices, kernels=kernels, **checks)
     for each in tokens:
         llm.engine.check(each, params)
     each_on = f"{devices} device{'s' * (devices > 1)}{' each' * separate}"
@@ -251,9 +254,15 @@ def bench(
     lengths: Annotated[str, typer.Option("--lengths", help="fixed, random, sharegpt, agent")] = "fixed",
     input: Annotated[int | None, typer.Option("--input", help="tokens of a prompt; agent: of the prefix")] = None,
     output: Annotated[int | None, typer.Option("--output", help="tokens of an answer")] = None,
+    layout: Annotated[
+        str | None, typer.Option("--layout", help="workers of a TOML file, or local-pair: two that are started here")
+    ] = None,
     model: ModelOption = "tiny",
-    weights: WeightsOption = "bf16",
-    kv: KVOption = "bf16",
+    weights: WeightsOption = None,
+    kv: KVOption = None,
+    separate: SeparateOption = False,
+    prefill_weights: PrefillWeightsOption = "fp8_e4m3",
+    prefill_kv: PrefillKVOption = "bf16",
     integrity: IntegrityOption = "tags",
     devices: DevicesOption = 1,
     slots: Annotated[int | None, typer.Option("--slots", min=1, help="requests decoded at once")] = None,
@@ -263,31 +272,29 @@ def bench(
     out: OutOption = None,
     seed: SeedOption = 0,
 ) -> None:
-    prepare(devices)
-    import numpy as np
-
-    from jaxinfer.checkpoints.model import Model
-    from jaxinfer.config import Precision
-    from jaxinfer.engine import Engine
-    from jaxinfer.evaluation.load.bench import Load, bench, bench_table, engine_config
+    prepare(devices * (1 + separate))
+    from jaxinfer.evaluation.load.bench import Load, bench, bench_table
+    from jaxinfer.evaluation.load.deployment import engine_of, layout_of
     from jaxinfer.evaluation.load.lengths import Mix
     from jaxinfer.evaluation.table import run_meta
 
     callers = 8 if concurrency is None and rate is None else concurrency
     count = requests if requests is not None else 4 * callers if callers else 64
-    load, precision = Load(Mix.of(lengths, input, output), count, callers, rate, seed), Precision.parse(weights, kv)
+    load = Load(Mix.of(lengths, input, output), count, callers, rate, seed)
+    formats = precisions(weights, kv, separate, prefill_weights, prefill_kv)
+    pool = {"slots": slots, "num_pages": num_pages, "budget_mib": budget}
+    given = [name for name, value in {**pool, "weights": weights, "kv": kv}.items() if value]
+    if layout is not None and given:
+        raise UserError(f"{given[0]} of the workers is the layout's to say; leave it out, or leave out --layout")
+    options = {"integrity": integrity, "devices": devices, "max_queue": max_queue}
     with progress_display() as progress:
-        loaded = Model.load(model, devices, loading_bar(progress, f"loading {model}"))
-        jobs = load.mix.jobs(count, loaded.config.vocab, loaded.config.max_position, seed)
-        options = {"integrity": integrity, "devices": devices, "max_queue": max_queue}
-        config = engine_config(loaded.config, jobs, precision, slots or load.slots, num_pages, budget, **options)
-        progress.add_task("starting the engine", total=None)
-        engine = Engine(loaded, config)
-        errors.print(f"{model}: {engine.precision}, integrity {integrity}, {load}", style="dim", highlight=False)
-        bar = progress.add_task("serving", total=count)
-        result = bench(engine, jobs, load, functools.partial(progress.advance, bar))
+        progress.add_task("starting the workers" if layout else "starting the engine", total=None)
+        opened = layout_of(layout, load) if layout else engine_of(model, load, formats, pool, options)
+        with opened as (engine, jobs, config, about):
+            errors.print(f"{about['model']}: {engine.precision}, {load}", style="dim", highlight=False)
+            bar = progress.add_task("serving", total=count)
+            result = bench(engine, jobs, load, functools.partial(progress.advance, bar))
     command = shlex.join(["python", "-m", "jaxinfer.run", *sys.argv[1:]])
-    about = {"model": loaded.config.name, "compute_dtype": str(np.dtype(loaded.compute_dtype))}
     show([bench_table(result, load, config, run_meta(command, seed, count, engine.precision, **about))], out)
 
 
@@ -358,6 +365,19 @@ def worker(
     serving = Worker(plan, specs[index])
     errors.print(f"{specs[index]}: {serving.engine.precision}, integrity {plan.integrity}; ready", highlight=False)
     serving.serve()
+
+
+def precisions(
+    weights: str | None, kv: str | None, separate: bool, prefill_weights: str, prefill_kv: str
+) -> dict[str, Any]:
+    """The formats of an engine as arguments of `LLM`, checked. With `separate` decode has the published ones where none
+    are given."""
+    from jaxinfer.config import PhasePrecision, Precision
+
+    default = PhasePrecision().decode if separate else Precision()
+    decode = Precision.parse(weights or str(default.weights), kv or str(default.kv))
+    phases = PhasePrecision(Precision.parse(prefill_weights, prefill_kv), decode) if separate else None
+    return {"weight_format": str(decode.weights), "kv_format": str(decode.kv), "phases": phases}
 
 
 def loading_bar(progress: Progress, what: str) -> "Watch":

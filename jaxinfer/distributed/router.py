@@ -37,6 +37,7 @@ class Peer:
     holds: set[int] = field(default_factory=set)
     tried: float = -AGAIN_S
     address: str = ""  # of its KV
+    kv_used: float = 0.0
     census: Message | None = None
 
 
@@ -114,8 +115,8 @@ class Router:
 
     @property
     def counters(self) -> Counters:
-        """What the workers that are there have done together, as far as they have told (see `census`)."""
-        values = [p.census["counters"] for p in self.peers if p.census]
+        """What the workers that are there have done together; they are asked."""
+        values = [found["counters"] for found in self.census()]
         names = [f.name for f in dataclasses.fields(Counters) if f.name != "finished"]
         return Counters(**{name: sum(v[name] for v in values) for name in names})
 
@@ -147,9 +148,9 @@ class Router:
         return [p.census for p in asked if p.census is not None]
 
     def kv_used(self) -> float:
-        """The share of decode's pages in use when it was last asked."""
-        used = [p.census["kv_used"] for p in self.peers if p.census and p.spec.role == "decode"]
-        return max(used, default=0.0)
+        """The share of decode's pages that requests hold, from 0 to 1, as the workers last said."""
+        used = [p.kv_used for p in self._alive("decode")]
+        return sum(used) / len(used) if used else 0.0
 
     def close(self, stop: bool = False) -> None:
         """Leave the workers; `stop` them too."""
@@ -273,6 +274,7 @@ class Router:
         if kind == "census":
             peer.census = message
         elif kind == "events":
+            peer.kv_used = message["kv_used"]
             for event in message["events"]:
                 self._on_event(peer, event)
         elif kind == "handoff":

@@ -148,7 +148,6 @@ class Worker:
             "num_pages": state.num_pages,
             "requests": len(self.engine.under_way),
             "offered": self._exchange.offered,
-            "kv_used": 1 - int(state.free_count) / state.num_pages,
             "problems": integrity.check_invariants(state),
             "counters": dataclasses.asdict(self.engine.counters),
         }
@@ -160,7 +159,8 @@ class Worker:
             return
         events = self.engine.step()
         if events:
-            channel.send({"type": "events", "events": [event_to_dict(e) for e in events]})
+            told = [event_to_dict(e) for e in events]
+            channel.send({"type": "events", "events": told, "kv_used": self.engine.kv_used()})
         if isinstance(self.engine, PrefillWorker):
             self._send_handoffs(channel, self.engine)
         else:

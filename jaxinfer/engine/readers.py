@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from jaxinfer.engine.engine import Engine, Event
 from jaxinfer.engine.request import SamplingParams
+from jaxinfer.engine.separated import Separated
 
 
 class Readers:
@@ -14,7 +15,7 @@ class Readers:
     pages there, and leaves at most one event for each token it asked for. Closing drops those.
     """
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine | Separated):
         self.engine = engine
         self._inboxes: dict[int, deque[Event]] = {}
         self._pieces: set[int] = set()

@@ -100,6 +100,10 @@ class Separated:
         """Requests past their prefill."""
         return self.decode.decoding
 
+    def kv_used(self) -> float:
+        """The share of decode's pages that requests hold, from 0 to 1."""
+        return self.decode.kv_used()
+
     def synchronise(self) -> None:
         """Wait until the devices have done everything that was dispatched."""
         for worker in (self.prefill, self.decode):

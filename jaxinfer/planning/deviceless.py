@@ -70,7 +70,7 @@ def unavailable() -> str | None:
     """Why nothing can be compiled here, in one line, or None if it can."""
     if not any(_installed(plugin) for plugin in PLUGINS):
         return f"the CUDA compiler is not installed: {INSTALL}"
-    if jax.config.jax_platforms != "cpu":
+    if jax.config.values["jax_platforms"] != "cpu":
         return "set JAX_PLATFORMS=cpu before starting Python: otherwise the CUDA plugin looks for a driver"
     return None
 

@@ -17,7 +17,10 @@ from jaxinfer.evaluation.load.measures import LoadResult, Series, Trace
 class Served(Protocol):
     """What an engine must offer to be driven. `counters` has `preemptions`."""
 
-    counters: Any
+    precision: str
+
+    @property
+    def counters(self) -> Any: ...
 
     def submit(self, prompt: list[int], params: SamplingParams) -> int: ...
 
