@@ -133,6 +133,7 @@ TABLES = {
     "weights": "weights",
     "integrity": "integrity",
     "concurrency": "concurrency",
+    "disaggregation": "disaggregation",
     "weights-concurrency": "phases",
     "capacity-kimi": "capacity",
     "capacity-glm": "capacity",
@@ -209,7 +210,7 @@ def ablation(
     seed: SeedOption = 0,
 ) -> None:
     makers = table_makers(tables)
-    prepare(devices)
+    prepare(devices * (1 + ("disaggregation" in tables)))
     from jaxinfer.checkpoints.model import Model
     command = shlex.join(["python", "-m", "jaxinfer.run", *sys.argv[1:]])
     from experiments.ablation import FULL, QUICK, Ablation
