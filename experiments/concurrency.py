@@ -10,9 +10,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from experiments.ablation import PROMPT_TOKENS, WARMUP, Ablation
 from experiments.capacity import DEVICES, GLM, H200, INT4, KIMI, PUBLISHED_TOKENS, implied_share
+from experiments.lines import draw_by_concurrency
 from jaxinfer.config import EngineConfig, Precision
 from jaxinfer.engine import Engine
 from jaxinfer.evaluation import statistics
@@ -29,9 +31,13 @@ from jaxinfer.quantization.formats import KVFormat
 
 FORMATS = ("bf16", "fp8_e4m3")
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
+SHOWN = (
+    *("model", "kv_format", "concurrency", "decoding: mean", "preemptions", "output_tokens_per_s", "output_ratio"),
+    "decode_tokens_per_s",
+)
 CONTEXT = PUBLISHED_TOKENS["bf16"] // 32
 """Tokens of a request in the modelled rows: what 686,000 tokens give each of 32."""
-PAPER = {
+PAPER: dict[tuple[str, int], dict[str, Any]] = {
     ("bf16", 32): {"fits": True},
     ("bf16", 64): {"fits": False},
     ("fp8_e4m3", 64): {"fits": True, "decode_tokens_per_s": 2192},
@@ -61,7 +67,21 @@ def concurrency(ablation: Ablation) -> Table:
         ),
         "Concurrency: BF16 against FP8 (e4m3) pages under one memory budget",
         notes(ablation, budget),
+        draw_panels,
+        SHOWN,
     )
+
+
+def draw_panels(figure: Figure, table: Table) -> None:
+    """What was measured: throughput and how many decode; what is modelled: the ceilings, with the published point."""
+    panels = {
+        "measured": ("output_tokens_per_s", "decoding"),
+        "modelled": ("decode_tokens_per_s",),
+    }
+    draw_by_concurrency(figure, table, panels, "kv_format")
+    *_, modelled = figure.axes
+    modelled.plot([64], [PAPER["fp8_e4m3", 64]["decode_tokens_per_s"]], "k*", label="kimi-k2.6 fp8_e4m3, published")
+    modelled.legend(fontsize=7)
 
 
 def notes(ablation: Ablation, budget: int) -> list[str]:
@@ -78,6 +98,7 @@ def notes(ablation: Ablation, budget: int) -> list[str]:
         f"Modelled rows: floors on {DEVICES} x {H200.name}, {CONTEXT:,} tokens a request, INT4 weights, "
         f"{implied_share():.1%} of the memory, which is what the published 686,000 tokens imply. decode_tokens_per_s "
         "is a ceiling, from bytes and operations alone, of as many requests as fit; in it BF16 is never faster.",
+        "Waiting, KV use, latencies and the published figures are in the files that --out writes.",
     ]
 
 

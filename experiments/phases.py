@@ -9,9 +9,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from experiments.ablation import PROMPT_TOKENS, Ablation
 from experiments.capacity import DEVICES, FP8, GLM, H200, INT4, KIMI, SHORT_CONTEXT
+from experiments.lines import draw_by_concurrency
 from jaxinfer.config import EngineConfig, Precision
 from jaxinfer.engine import Engine
 from jaxinfer.evaluation import statistics
@@ -23,6 +25,10 @@ from jaxinfer.quantization.formats import KVFormat
 
 FORMATS = (str(FP8), str(INT4))
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
+SHOWN = (
+    *("model", "weight_format", "concurrency", "prefill_tokens_per_s", "prefill_ratio", "decode_tokens_per_s"),
+    "decode_ratio",
+)
 KV = "fp8_e4m3"
 PHASES = ("prefill", "decode")
 PAPER = {
@@ -58,9 +64,21 @@ def weights_concurrency(ablation: Ablation) -> Table:
             f"Modelled rows: ceilings on {DEVICES} x {H200.name} from bytes and operations alone, {SHORT_CONTEXT:,} "
             "tokens a request. Prefill takes prompts one at a time there, and is the same at any concurrency. INT4 "
             "covers the routed experts and leaves the rest BF16, as the published checkpoints do.",
-            "The published +55% at concurrency 1 is above what bytes allow: see capacity-glm.",
+            "The published +55% at concurrency 1 is above what bytes allow: see capacity-glm. Published figures are in "
+            "the files that --out writes.",
         ],
+        draw_panels,
+        SHOWN,
     )
+
+
+def draw_panels(figure: Figure, table: Table) -> None:
+    """Both phases as measured, and decode as modelled."""
+    panels = {
+        "measured": ("prefill_tokens_per_s", "decode_tokens_per_s"),
+        "modelled": ("decode_tokens_per_s",),
+    }
+    draw_by_concurrency(figure, table, panels, "weight_format")
 
 
 def engine_options(ablation: Ablation) -> dict[str, Any]:

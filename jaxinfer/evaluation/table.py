@@ -55,7 +55,8 @@ class Table:
     """Rows of results and where they come from. `rows` and `meta` hold only what JSON can, and no NaN or infinity.
 
     Anything else given to the constructor is converted: arrays to lists, numbers that are not finite to None.
-    `name` is also the name of its files; `draw(figure, table)` fills its picture, by default `draw_default`.
+    `name` is also the name of its files; `draw(figure, table)` fills its picture, by default `draw_default`. `shown`
+    names the columns that the terminal has room for, by default all.
     Raises ValueError for a name that can't be, TypeError for a value that can't.
     """
 
@@ -65,6 +66,7 @@ class Table:
     title: str = ""
     notes: Sequence[str] = ()
     draw: Draw | None = dataclasses.field(default=None, compare=False, repr=False)
+    shown: Sequence[str] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
@@ -248,6 +250,7 @@ def to_rich(table: Table) -> rich.table.Table:
     """
     columns, cells = grid(table)
     body = [[name, *column] for name, column in zip(columns, zip(*cells, strict=True), strict=True)]
+    body = [column for column in body if not table.shown or column[0] in table.shown]
     shared = [column for column in body if len(column) > 2 and len(set(column[1:])) == 1]
     body = [column for column in body if column not in shared]
     if len(body) > max(6, len(table.rows)):

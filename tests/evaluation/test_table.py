@@ -1,5 +1,6 @@
 """Tables: what goes in comes out, as JSON, Markdown, terminal text and a picture, whole or not at all."""
 
+import dataclasses
 import io
 import json
 import os
@@ -72,6 +73,12 @@ def test_the_terminal_shows_what_is_shared_once(table):
     console.print(to_rich(table))
     shown = console.file.getvalue()
     assert "fp8_e4m3" in shown and "A title" in shown and shown.count("measured on") == 1
+
+
+def test_the_terminal_shows_only_the_columns_there_is_room_for(table):
+    narrow = dataclasses.replace(table, shown=("kv_format", "quality: code"))
+    assert [column.header for column in to_rich(narrow).columns] == ["kv_format", "quality: code"]
+    assert to_markdown(narrow) == to_markdown(table) and narrow.to_json() == table.to_json()
 
 
 def test_write_leaves_three_whole_files(table, tmp_path):

@@ -84,9 +84,9 @@ class Series:
 
 @dataclass
 class LoadResult:
-    """A run: its requests, those refused, seconds from first arrival to last end, KV use (share of pages
-    held after each step), the requests that got a token in one step (`decoding`), and those that got none (`waiting`: in
-    the queue or in prefill)."""
+    """A run: its requests, those refused, seconds from first arrival to last end, KV use (share of pages held after
+    each step), the requests that got a token in one step (`decoding`), and those that got none (`waiting`: in the
+    queue or in prefill)."""
 
     traces: list[Trace]
     refused: int
