@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jaxinfer.engine.programs import Programs
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Unread:
     """An answer of the device that the host has not read, to what was dispatched for a request after the step `after`.
     """
@@ -43,15 +43,15 @@ class Unread:
         return self.request.slot != INVALID and self.request.preemptions == self.epoch
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Taken(Unread):
-    """Holds taken of the pages of a text; `fresh` of them may be new."""
+    """Holds taken of the pages of a text; `fresh` of them may be new and not in the tree."""
 
     tokens: list[int]
     fresh: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Adopted(Unread):
     """Pages of the tree given to a request."""
 
@@ -76,7 +76,9 @@ class PrefixCache:
     @property
     def pages(self) -> int:
         """Pages that are the cache's, shared with requests or not."""
-        return len(self.tree) + sum(e.fresh for e in self.unread if isinstance(e, Taken) and not e.current)
+        # The later of two holds on one slot has the pages of the earlier one too.
+        gone = {(e.request, e.epoch): e.fresh for e in self.unread if isinstance(e, Taken) and not e.current}
+        return len(self.tree) + sum(gone.values())
 
     @property
     def evictable(self) -> int:
@@ -177,6 +179,9 @@ class PrefixCache:
         count = len(entry.tokens) // self.config.page_size
         pages, tags, taken = (np.asarray(a)[:count].tolist() for a in entry.answer)
         path, spare = self.tree.insert(entry.tokens, pages, tags, taken)
+        for later in self.unread:  # of the same slot, when its request has ended soon after its prompt
+            if isinstance(later, Taken) and (later.request, later.epoch) == (entry.request, entry.epoch):
+                later.fresh = min(later.fresh, len(later.tokens) // self.config.page_size - count)
         self.tree.acquire(path)
         if entry.current and len(path) >= self.shared(entry.request):
             self.leave(entry.request)
