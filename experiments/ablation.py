@@ -1,7 +1,7 @@
 """What the tables share: one model served at several precisions, each measured once, however many tables ask for it."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,7 @@ class Effort:
 QUICK = Effort(examples=16, texts=6, rounds=9, steps=24)
 FULL = Effort(examples=100, texts=40, rounds=21, steps=64)
 PROMPT_TOKENS = 64  # of a request whose decoding is timed
+WARMUP = 1  # rounds that are not counted
 
 
 @dataclass
@@ -133,11 +134,13 @@ class Ablation:
             runs[name].append(run)
             return run.tokens_per_s
 
-        warmup = 1
-        with self._task(f"decoding {concurrency} at once", (warmup + self.effort.rounds) * len(engines)) as advance:
-            each = {name: functools.partial(one, name) for name in engines}
-            statistics.interleave(each, self.effort.rounds, warmup, advance)
-        return {name: done[warmup:] for name, done in runs.items()}
+        self.timed(f"decoding {concurrency} at once", {name: functools.partial(one, name) for name in engines})
+        return {name: done[WARMUP:] for name, done in runs.items()}
+
+    def timed(self, description: str, runs: Mapping[str, Callable[[], float]]) -> dict[str, np.ndarray]:
+        """What each of `runs` returns, taken in turn: as many as `effort.rounds`, after WARMUP that do not count."""
+        with self._task(description, (WARMUP + self.effort.rounds) * len(runs)) as advance:
+            return statistics.interleave(runs, self.effort.rounds, WARMUP, advance)
 
     # ---- what every table says of itself ----
 

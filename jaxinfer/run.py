@@ -10,7 +10,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -57,6 +57,9 @@ IntegrityOption = Annotated[
 MismatchOption = Annotated[
     str, typer.Option("--on-mismatch", help="of a request whose pages fail the check: abort, or recompute once")
 ]
+PrefixOption = Annotated[
+    bool, typer.Option("--prefix-cache/--no-prefix-cache", help="keep pages of prompts for others that begin alike")
+]
 OutOption = Annotated[
     Path | None, typer.Option("--out", help="folder for JSON, Markdown and pictures", callback=writable)
 ]
@@ -79,6 +82,8 @@ Measures tables: quality with paired 95% intervals, capacity, speed as ratios.
     python -m jaxinfer.run ablation --tables kv-cache,weights,integrity --full --out results
 
     python -m jaxinfer.run ablation --tables capacity-kimi,capacity-glm
+
+    python -m jaxinfer.run ablation --tables prefix-cache
 """
 PLAN_EXAMPLES = """
 Weights, memory, tokens that fit and time floors of a model on GPUs that need not be there.
@@ -106,6 +111,7 @@ TABLES = {
     "kv-cache": "kv_cache",
     "weights": "weights",
     "integrity": "integrity",
+    "prefix-cache": "prefix_cache",
     "capacity-kimi": "capacity",
     "capacity-glm": "capacity",
 }
@@ -125,6 +131,7 @@ def generate(
     kv: KVOption = "bf16",
     integrity: IntegrityOption = "tags",
     on_mismatch: MismatchOption = "abort",
+    prefix_cache: PrefixOption = True,
     devices: DevicesOption = 1,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="the most tokens of an answer")] = 64,
     temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy")] = 0.0,
@@ -145,12 +152,12 @@ def generate(
     Precision.parse(weights, kv)  # before the model, which may take long
     with progress_display() as progress:
         loaded = Model.load(model, devices, loading_bar(progress, f"loading {model}"))
-    checks = {"integrity": integrity, "on_mismatch": on_mismatch}
+    options: dict[str, Any] = {"integrity": integrity, "on_mismatch": on_mismatch, "prefix_cache": prefix_cache}
     prompts = [line for p in prompt for line in (sys.stdin.read().splitlines() if p == "-" else [p])]
     tokens = [loaded.encode(p) if raw else loaded.chat(p) for p in prompts]
     if not tokens:
         raise UserError("no prompt was given on standard input; give at least one line")
-    llm = LLM(loaded, weight_format=weights, kv_format=kv, devices=devices, kernels=kernels, **checks)
+    llm = LLM(loaded, weight_format=weights, kv_format=kv, devices=devices, kernels=kernels, **options)
     for each in tokens:
         llm.engine.check(each, params)
     runs_at = f"{llm.precision}, {devices} device{'s' * (devices > 1)}, integrity {integrity}"

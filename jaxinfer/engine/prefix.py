@@ -131,7 +131,7 @@ class PrefixCache:
 
     def evict(self, state: ServingState, count: int) -> ServingState:
         """Give back so many pages that nobody uses, or all there are, the least recently used first."""
-        nodes = []
+        nodes: list[Node] = []
         while len(nodes) < count and (node := self.tree.evict()) is not None:
             nodes.append(node)
         self.counters.prefix_evictions += len(nodes)

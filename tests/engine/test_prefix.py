@@ -273,7 +273,7 @@ def test_a_random_schedule_finds_no_difference(small_pool, small_model):
     print(f"{ended} requests, {compared} tokens, {step} steps, largest difference {worst:.2e}: {counters}")
     assert worst <= TOLERANCE
     assert ended == submitted and cancelled and hits > ended // 3
-    assert counters.preemptions > REQUESTS // 20 and counters.prefix_evictions > REQUESTS // 3
+    assert counters.preemptions > REQUESTS // 50 and counters.prefix_evictions > REQUESTS // 3
     assert counters.repairs == counters.mismatches == counters.prefix_refusals == 0
     assert during_serving == 0
     assert_sound(engine)
