@@ -80,12 +80,13 @@ def test_cold_and_cached_logits_agree_at_every_page_boundary(served):
 
 
 def test_and_in_pages_of_fp8(small_model):
-    """Both read the same rounded entries; where a sum in another order falls on the other side of a rounding, an entry
-    moves by 2^-4 of itself. So most agree as in float32, and none differs by more than such entries can make it."""
+    """Against each other, not against float32: with one shape of prefill both store the same rounded entries, so that
+    the tolerance is that of float32. (Sums in another order could move an entry by 2^-4 of itself, to the next value.)
+    """
     served = serve(small_model, CACHED.replace(precision=Precision.parse("f32", "fp8_e4m3")))
     found = worst_between_cold_and_cached(served)
     print(f"cold and cached in fp8: {np.array(found)}")
-    assert np.median(found) <= TOLERANCE and max(found) <= 0.5
+    assert max(found) <= TOLERANCE
 
 
 def test_a_conversation_goes_on_from_its_answer(empty, small_model):
