@@ -113,7 +113,7 @@ class Deaths:
         deadline = time.monotonic() + 10
         while True:
             found = self.router.census()
-            held = sum(c["num_pages"] - c["free_pages"] + c["offered"] + len(c["problems"]) for c in found)
+            held = sum(c["held"] + c["offered"] + len(c["problems"]) for c in found)
             if not held or time.monotonic() > deadline:
                 return held
 

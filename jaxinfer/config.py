@@ -294,6 +294,9 @@ class EngineConfig:
     slot's; `digest`, also that the stored bytes are those that were written, `digest_pages` of each slot's pages a step
     in rotation. `on_mismatch` is what becomes of a request whose pages fail: `abort`, or `recompute` once.
 
+    `prefix_cache`: pages of prompts and answers are kept after their request while there is room, and given to requests
+    that begin with the same tokens (`engine.prefix`).
+
     `kernels` is what reads pages and packed weights: `auto`, the kernels on a GPU and plain jnp elsewhere; `interpret`,
     the kernels run by an interpreter, anywhere (`parallel.kernels`).
 
@@ -312,6 +315,7 @@ class EngineConfig:
     integrity: str = "tags"
     digest_pages: int = 1
     on_mismatch: str = "abort"
+    prefix_cache: bool = False
     logprobs: int = 5
     devices: int = 1
     first_device: int = 0

@@ -63,6 +63,9 @@ IntegrityOption = Annotated[
 MismatchOption = Annotated[
     str, typer.Option("--on-mismatch", help="of a request whose pages fail the check: abort, or recompute once")
 ]
+PrefixOption = Annotated[
+    bool, typer.Option("--prefix-cache/--no-prefix-cache", help="keep pages of prompts for others that begin alike")
+]
 OutOption = Annotated[
     Path | None, typer.Option("--out", help="folder for JSON, Markdown and pictures", callback=writable)
 ]
@@ -87,6 +90,8 @@ Measures tables: quality with paired 95% intervals, capacity, speed as ratios.
     python -m jaxinfer.run ablation --tables kv-cache,weights,integrity --full --out results
 
     python -m jaxinfer.run ablation --tables capacity-kimi,capacity-glm
+
+    python -m jaxinfer.run ablation --tables prefix-cache
 """
 PLAN_EXAMPLES = """
 Weights, memory, tokens that fit and time floors of a model on GPUs that need not be there.
@@ -135,6 +140,7 @@ TABLES = {
     "concurrency": "concurrency",
     "disaggregation": "disaggregation",
     "weights-concurrency": "phases",
+    "prefix-cache": "prefix_cache",
     "capacity-kimi": "capacity",
     "capacity-glm": "capacity",
 }
@@ -157,6 +163,7 @@ def generate(
     prefill_kv: PrefillKVOption = "bf16",
     integrity: IntegrityOption = "tags",
     on_mismatch: MismatchOption = "abort",
+    prefix_cache: PrefixOption = True,
     devices: DevicesOption = 1,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="the most tokens of an answer")] = 64,
     temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy")] = 0.0,
@@ -176,12 +183,12 @@ def generate(
     formats = precisions(weights, kv, separate, prefill_weights, prefill_kv)  # before the model, which may take long
     with progress_display() as progress:
         loaded = Model.load(model, devices, loading_bar(progress, f"loading {model}"))
-    checks: dict[str, Any] = {"integrity": integrity, "on_mismatch": on_mismatch}
+    options: dict[str, Any] = {"integrity": integrity, "on_mismatch": on_mismatch, "prefix_cache": prefix_cache}
     prompts = [line for p in prompt for line in (sys.stdin.read().splitlines() if p == "-" else [p])]
     tokens = [loaded.encode(p) if raw else loaded.chat(p) for p in prompts]
     if not tokens:
         raise UserError("no prompt was given on standard input; give at least one line")
-    llm = LLM(loaded, **formats, devices=devices, kernels=kernels, **checks)
+    llm = LLM(loaded, **formats, devices=devices, kernels=kernels, **options)
     for each in tokens:
         llm.engine.check(each, params)
     each_on = f"{devices} device{'s' * (devices > 1)}{' each' * separate}"

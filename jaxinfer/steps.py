@@ -1,6 +1,6 @@
 """What runs on the device while serving: `admit_step`, `prefill_step`, `verify_step`, `decode_step`, `release_step`;
-for what failed its check: `audit_step`, `quarantine_step`; and between a prefill and a decode worker: `export_step`,
-`insert_step`.
+for what failed its check: `audit_step`, `quarantine_step`; for prompts that begin alike: `keep_step`, `adopt_step`,
+`drop_step`; and between a prefill and a decode worker: `export_step`, `claim_step`, `insert_step`.
 
 Each is a pure function of a `ServingState` that returns the next one. They are jitted by `engine.programs` with
 shardings and donation, for a few shapes, before the first request.
@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Shaped, UInt32
 
-from jaxinfer.cache import INVALID, AllocatorState, allocator, digest, integrity, owners, quarantine
+from jaxinfer.cache import INVALID, AllocatorState, allocator, digest, integrity, owners, quarantine, sharing
 from jaxinfer.cache.digest import Digests
 from jaxinfer.cache.kv import KVCache
 from jaxinfer.cache.owners import Owners
+from jaxinfer.cache.sharing import Hold
 from jaxinfer.config import ModelConfig
 from jaxinfer.models.attention import PagedContext
 from jaxinfer.models.decoder import Params, bind
@@ -96,13 +97,50 @@ def audit_step(state: ServingState, slot: Int32[Array, ""]) -> Bool[Array, " M"]
 
 
 def quarantine_step(
-    state: ServingState, slots: Int32[Array, " S"], scales: dict[str, Float[Array, " L"]]
+    state: ServingState,
+    slots: Int32[Array, " S"],
+    scales: dict[str, Float[Array, " L"]],
+    kept: Bool[Array, " P"] | None = None,
 ) -> tuple[ServingState, Int32[Array, ""]]:
     """Empty `slots` (INVALID: none) whose check failed, and put the books in order (`quarantine.restore`). Returns how
-    many pages had to be set aside. `scales` are those of the start, whatever became of the ones in use."""
-    pages, cache, count = quarantine.restore(state.allocator, state.cache, slots)
+    many pages had to be set aside. `scales` are those of the start, whatever became of the ones in use; `kept` are the
+    pages that the prefix cache has."""
+    pages, cache, count = quarantine.restore(state.allocator, state.cache, slots, kept)
     cache = dataclasses.replace(cache, scales=scales)
     return dataclasses.replace(state, allocator=pages, cache=cache), count
+
+
+def keep_step(
+    state: ServingState, slot: Int32[Array, ""], count: Int32[Array, ""]
+) -> tuple[ServingState, Hold]:
+    """Take a hold of the first `count` whole pages of a slot for the prefix cache: arrays [M]."""
+    pages, hold = sharing.keep(state.allocator, slot[None], count[None])
+    return dataclasses.replace(state, allocator=pages), Hold(*(a[0] for a in hold))
+
+
+def adopt_step(
+    state: ServingState, slot: Int32[Array, ""], pages: Int32[Array, " M"], tags: UInt32[Array, " M"]
+) -> tuple[ServingState, Bool[Array, " M"]]:
+    """Give kept `pages` (INVALID behind the last) to a slot, if each of them still is what it was kept as. Returns
+    which are; nothing changes unless all are."""
+    none = pages == INVALID
+    good = none | allocator.matches(state.allocator, pages, tags)
+    if state.digests is not None:
+        rows = jnp.where(none, 0, state.allocator.page_size)
+        good &= digest.holds(state.digests, state.cache, pages, rows)
+    slots = jnp.where(jnp.all(good), slot, INVALID)[None]
+    before = state.allocator.page_table[jnp.maximum(slots, 0)]
+    books, granted = sharing.adopt(state.allocator, slots, pages[None], tags[None])
+    state = dataclasses.replace(state, allocator=books)
+    if state.owners is not None:
+        new = jnp.where(granted[:, None] & (pages != before), pages, INVALID)
+        state = dataclasses.replace(state, owners=owners.enter(state.owners, slots, new))
+    return state, jnp.where(jnp.all(good), granted, good)
+
+
+def drop_step(state: ServingState, pages: Int32[Array, " M"], tags: UInt32[Array, " M"]) -> ServingState:
+    """Let go of kept `pages` (INVALID: none) that still carry the tags."""
+    return dataclasses.replace(state, allocator=sharing.drop(state.allocator, pages, tags))
 
 
 def decode_step(

@@ -125,13 +125,14 @@ def test_an_ablation_writes_json_markdown_and_a_picture(here, tmp_path):
 
 
 def test_the_ablation_tables_of_the_model_are_whole(here, tmp_path, monkeypatch):
-    """All three with next to nothing measured: every field is there, quality is paired, formats differ as they must."""
+    """All with next to nothing measured: every field is there, quality is paired, formats differ as they must."""
     from experiments import ablation
 
     monkeypatch.setattr(ablation, "QUICK", ablation.Effort(examples=2, texts=1, rounds=2, steps=3))
-    code, out, err = here("ablation", "--out", str(tmp_path))
+    names = ("kv-cache", "weights", "integrity", "prefix-cache")
+    code, out, err = here("ablation", "--tables", ",".join(names), "--out", str(tmp_path))
     assert code == 0, err
-    found = {n: json.loads((tmp_path / f"{n}.json").read_text()) for n in ("kv-cache", "weights", "integrity")}
+    found = {n: json.loads((tmp_path / f"{n}.json").read_text()) for n in names}
     kv = {row["kv_format"]: row for row in found["kv-cache"]["rows"]}
     assert kv["bf16"]["bytes_per_token"] == 2 * kv["fp8_e4m3"]["bytes_per_token"] == 1152
     assert kv["fp8_e4m3"]["tokens_in_budget"] == 2 * kv["bf16"]["tokens_in_budget"]
@@ -143,4 +144,7 @@ def test_the_ablation_tables_of_the_model_are_whole(here, tmp_path, monkeypatch)
     assert 1 == ratios[0] > ratios[1] > ratios[2]
     assert all(0 < row["kl"] < 0.1 for name, row in weights.items() if name != "bf16")
     assert {row["level"] for row in found["integrity"]["rows"]} >= {"off", "tags"}
-    assert out.count("measured on the CPU") == 3
+    assert out.count("measured on the CPU") == 4
+    control, half, most = found["prefix-cache"]["rows"]
+    assert control["hit_rate"] == 0 and half["hit_rate"] == 464 / 900 and most["hit_rate"] == 816 / 900
+    assert most["ttft_ms"]["p50"] < most["ttft_cold_ms"]["p50"] and most["logit_difference"] < 0.2

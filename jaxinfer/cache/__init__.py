@@ -1,5 +1,6 @@
 """The paged KV cache: `pages` (the pool), `allocator` (who owns which page), `integrity` (is it still so), `digest`
-(are its bytes those that were written), `owners` (who had it before), `quarantine` (what becomes of one that failed).
+(are its bytes those that were written), `owners` (who had it before), `quarantine` (what becomes of one that failed),
+`sharing` (pages that outlive their slot) and `prefix` (which texts they begin).
 """
 
 from jaxinfer.cache import allocator, integrity, pages

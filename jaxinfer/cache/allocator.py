@@ -7,13 +7,13 @@ so everything can be jitted, donated and replicated.
 
 The life of a request: `allocate` (a fresh slot tag, pages for the prompt), `append` once a step (a page when
 the length crosses a page boundary, a copy when the last page is shared), `release` once, whatever the reason.
-`fork` lets a second slot share the pages.
+`fork` lets a second slot share the pages; `jaxinfer.cache.sharing` lets pages outlive their slot.
 
 What holds between any two calls (`integrity.check_invariants` tests it):
 
 1. A page is free (listed once among the first `free_count` entries of `free_list`, reference count 0) or
    owned (reference count above 0, not listed), never both and never neither.
-2. The reference count of a page is the number of page-table entries that name it.
+2. The reference count of a page is the number of page-table entries that name it, and one more where it is `kept`.
 3. A slot of length n holds exactly ceil(n / page_size) pages, in the first columns of its row; the rest of
    the row is INVALID.
 4. Each time a page is handed out it takes a new tag, written both to `page_tags` and to the slot. A tag does
@@ -44,13 +44,15 @@ class AllocatorState:
     """Everything the allocator knows, on the device. `page_size` (tokens) is static.
 
     `free_list` is a stack whose first `free_count` entries are the free pages. `next_tag` and `next_slot_tag`
-    count what has been handed out; the tags themselves are the counts scrambled (`scramble`).
+    count what has been handed out; the tags themselves are the counts scrambled (`scramble`). `kept`: pages that the
+    prefix cache holds.
     """
 
     free_list: Int32[Array, "pages"]
     free_count: Int32[Array, ""]
     page_tags: UInt32[Array, "pages"]
     reference_counts: Int32[Array, "pages"]
+    kept: Bool[Array, "pages"]
     next_tag: UInt32[Array, ""]
     page_table: Int32[Array, "slots columns"]
     expected_tags: UInt32[Array, "slots columns"]
@@ -76,6 +78,7 @@ class AllocatorState:
             free_count=jnp.array(num_pages, jnp.int32),
             page_tags=scramble(jnp.arange(1, num_pages + 1, dtype=jnp.uint32)),
             reference_counts=jnp.zeros(num_pages, jnp.int32),
+            kept=jnp.zeros(num_pages, bool),
             next_tag=jnp.array(num_pages + 1, jnp.uint32),
             page_table=jnp.full((num_slots, max_pages_per_slot), INVALID, jnp.int32),
             expected_tags=jnp.zeros((num_slots, max_pages_per_slot), jnp.uint32),
@@ -153,13 +156,13 @@ def matches(
     state: AllocatorState, pages: Int32[Array, "*shape"], tags: UInt32[Array, "*shape"]
 ) -> Bool[Array, "*shape"]:
     """Whether each page exists, has an owner, and still carries the tag that was given with it."""
-    exists, page = _in_range(pages, state.num_pages)
+    exists, page = in_range(pages, state.num_pages)
     return exists & (state.reference_counts[page] > 0) & (state.page_tags[page] == tags)
 
 
 def is_empty(state: AllocatorState, slots: Int32[Array, "batch"]) -> Bool[Array, "batch"]:
     """Whether each slot exists and holds no page and no token."""
-    exists, row = _in_range(slots, state.num_slots)
+    exists, row = in_range(slots, state.num_slots)
     return exists & (state.lengths[row] == 0) & jnp.all(state.page_table[row] == INVALID, axis=1)
 
 
@@ -169,7 +172,7 @@ def open_slots(state: AllocatorState, slots: Int32[Array, "batch"]) -> tuple[All
     Refused: an INVALID slot, one that still holds pages (release it first), one named earlier in the same
     call.
     """
-    opened = is_empty(state, slots) & ~_repeated(slots)
+    opened = is_empty(state, slots) & ~repeated(slots)
     return _renew(state, slots, opened), opened
 
 
@@ -219,13 +222,13 @@ def fork(
     is the target of any row of the call, a source with a page that is no longer its own. One source may serve
     several targets.
     """
-    exists, row = _in_range(source, state.num_slots)
+    exists, row = in_range(source, state.num_slots)
     pages, tags, length = state.page_table[row], state.expected_tags[row], state.lengths[row]
     covered = jnp.arange(state.max_pages_per_slot) < pages_needed(length, state.page_size)[:, None]
     sound = jnp.all(jnp.where(covered, matches(state, pages, tags), pages == INVALID), axis=1)
     sound &= (length >= 0) & (length <= state.capacity)
     is_target = jnp.any(source[:, None] == target[None, :], axis=1)
-    granted = exists & sound & ~is_target & is_empty(state, target) & ~_repeated(target)
+    granted = exists & sound & ~is_target & is_empty(state, target) & ~repeated(target)
 
     slot = jnp.where(granted, target, state.num_slots)
     page = jnp.where(granted[:, None] & covered, pages, state.num_pages)
@@ -251,13 +254,13 @@ def release(
     slot tag and nothing else. With `slot_tags`, a slot that has another tag by now (the request is long gone)
     is left alone. INVALID slots are ignored.
     """
-    exists, row = _in_range(slots, state.num_slots)
+    exists, row = in_range(slots, state.num_slots)
     if slot_tags is not None:
         exists &= state.slot_tags[row] == slot_tags
-    released = exists & ~_repeated(jnp.where(exists, slots, INVALID))
+    released = exists & ~repeated(jnp.where(exists, slots, INVALID))
     pages = state.page_table[row]
     held = released[:, None] & matches(state, pages, state.expected_tags[row])
-    state = _drop_references(state, once_a_row(jnp.where(held, pages, state.num_pages), state.num_pages))
+    state = drop_references(state, once_a_row(jnp.where(held, pages, state.num_pages), state.num_pages))
 
     slot = jnp.where(released, slots, state.num_slots)
     state = replace(
@@ -278,7 +281,7 @@ def positions_to_pages(
     names no page, so that `pages.write` drops it. Tags are not looked at: `integrity.verify` does that for
     the whole slot.
     """
-    exists, row = _in_range(slots, state.num_slots)
+    exists, row = in_range(slots, state.num_slots)
     length = jnp.minimum(state.lengths[row], state.capacity)
     covered = exists[:, None] & (positions >= 0) & (positions < length[:, None])
     position = jnp.where(covered, positions, 0)
@@ -287,13 +290,13 @@ def positions_to_pages(
     return jnp.where(covered, page, INVALID), jnp.where(covered, position % state.page_size, INVALID)
 
 
-def _in_range(index: Int32[Array, "*shape"], size: int) -> tuple[Bool[Array, "*shape"], Int32[Array, "*shape"]]:
+def in_range(index: Int32[Array, "*shape"], size: int) -> tuple[Bool[Array, "*shape"], Int32[Array, "*shape"]]:
     """Whether each index is within 0..size-1, and the index, 0 where it is not."""
     valid = (index >= 0) & (index < size)
     return valid, jnp.where(valid, index, 0)
 
 
-def _repeated(index: Int32[Array, "batch"]) -> Bool[Array, "batch"]:
+def repeated(index: Int32[Array, "batch"]) -> Bool[Array, "batch"]:
     """Whether each entry has occurred earlier in the array: compared in pairs where there are few, as in a decode step,
     or else sorted."""
     if index.shape[0] > 1024:
@@ -322,9 +325,9 @@ def _plan(state: AllocatorState, slots: Int32[Array, "batch"], counts: Int32[Arr
     holder keeps the page. That is known without a loop because if a row that needs a page is granted, so are
     all such rows before it.
     """
-    valid, row = _in_range(slots, state.num_slots)
+    valid, row = in_range(slots, state.num_slots)
     length = state.lengths[row]
-    valid &= ~_repeated(slots) & (length >= 0) & (counts >= 0) & (counts <= state.capacity - length)
+    valid &= ~repeated(slots) & (length >= 0) & (counts >= 0) & (counts <= state.capacity - length)
     length = jnp.where(valid, length, 0)
     counts = jnp.where(valid, counts, 0)
     held = pages_needed(length, state.page_size)
@@ -356,9 +359,9 @@ def _available(state: AllocatorState, most: int) -> Int32[Array, ""]:
     owner or was named before, none of which a sound free list has (faults 21 and 22: such a page is never handed out).
     """
     place = jnp.arange(min(most, state.num_pages), dtype=jnp.int32)
-    listed, index = _in_range(state.free_count - 1 - place, state.num_pages)
-    exists, page = _in_range(state.free_list[index], state.num_pages)
-    good = listed & exists & (state.reference_counts[page] == 0) & ~_repeated(page)
+    listed, index = in_range(state.free_count - 1 - place, state.num_pages)
+    exists, page = in_range(state.free_list[index], state.num_pages)
+    good = listed & exists & (state.reference_counts[page] == 0) & ~repeated(page)
     return jnp.sum(jnp.cumprod(good, dtype=jnp.int32), dtype=jnp.int32)
 
 
@@ -402,7 +405,7 @@ def once_a_row(pages: Int32[Array, "batch columns"], nothing: int) -> Int32[Arra
     return jnp.where(repeat, nothing, ordered)
 
 
-def _drop_references(state: AllocatorState, pages: Int32[Array, "batch columns"]) -> AllocatorState:
+def drop_references(state: AllocatorState, pages: Int32[Array, "batch columns"]) -> AllocatorState:
     """Drop one reference for every entry and push the pages that have none left. Entries of P are ignored.
 
     A page that several entries drop is pushed once, by the first of them.

@@ -197,10 +197,15 @@ def verify(digests: Digests, cache: KVCache, state: AllocatorState, slots: Int32
 def audit(digests: Digests, cache: KVCache, state: AllocatorState, slot: Int32[Array, ""]) -> Bool[Array, "columns"]:
     """Whether each page of a slot holds what was written to it, all of them at once; True for columns without a page.
 
-    Run before a request is told that it is complete: what the rotation has not reached is then checked too. The pages
-    are read BLOCK at a time, only as many as the slot has.
+    Run before a request is told that it is complete: what the rotation has not reached is then checked too.
     """
     pages, rows, _ = (a[0] for a in _held(state, slot[None]))
+    return holds(digests, cache, pages, rows)
+
+
+def holds(digests: Digests, cache: KVCache, pages: Int32[Array, "columns"], rows: Int32[Array, "columns"]):
+    """Whether each page [columns] holds what was written to its first `rows` tokens, and no more was. Pages without any
+    come last and hold. They are read BLOCK at a time, only as many as there are."""
     columns = pages.shape[0]
     fill = -columns % BLOCK
     pages, rows = jnp.pad(pages, (0, fill), constant_values=INVALID), jnp.pad(rows, (0, fill))

@@ -93,6 +93,7 @@ def _check_pages(state: AllocatorState) -> list[str]:
     listed = np.bincount(free, minlength=state.num_pages)
     table = np.asarray(state.page_table)
     holders = np.bincount(table[(table >= 0) & (table < state.num_pages)], minlength=state.num_pages)
+    holders += np.asarray(state.kept)
     for page in range(state.num_pages):
         if listed[page] > 1:
             problems.append(f"page {page} is {listed[page]} times on the free list")

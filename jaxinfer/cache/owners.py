@@ -1,4 +1,5 @@
-"""Who had a page: the last few requests that each page was handed to, kept on the device for the log of a mismatch."""
+"""Who had a page: the last few requests that each page was handed to, or that came to share it, kept on the device for
+the log of a mismatch."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -37,9 +38,13 @@ def record(
 ) -> Owners:
     """Enter the request of each slot for the pages to which this step wrote a first token."""
     with jax.named_scope("record_owners"):
-        count = owners.ring.shape[0]
-        page = jnp.where(offsets == 0, pages, count)
-        before = owners.ring.at[page, : RING - 1].get(mode="fill", fill_value=INVALID)
-        request = jnp.broadcast_to(owners.requests[jnp.maximum(slots, 0)][:, None, None], (*pages.shape, 1))
-        ring = owners.ring.at[page].set(jnp.concatenate([request, before], axis=-1), mode="drop")
-        return dataclasses.replace(owners, ring=ring)
+        return enter(owners, slots, jnp.where(offsets == 0, pages, INVALID))
+
+
+def enter(owners: Owners, slots: Int32[Array, "B"], pages: Int32[Array, "B T"]) -> Owners:
+    """Enter the request of each slot as the newest that has its `pages` (INVALID: none)."""
+    page = jnp.where(pages >= 0, pages, owners.ring.shape[0])
+    before = owners.ring.at[page, : RING - 1].get(mode="fill", fill_value=INVALID)
+    request = jnp.broadcast_to(owners.requests[jnp.maximum(slots, 0)][:, None, None], (*pages.shape, 1))
+    ring = owners.ring.at[page].set(jnp.concatenate([request, before], axis=-1), mode="drop")
+    return dataclasses.replace(owners, ring=ring)

@@ -18,15 +18,20 @@ from jaxinfer.cache.pages import Pool
 
 
 def restore(
-    state: AllocatorState, cache: KVCache, slots: Int32[Array, "batch"]
+    state: AllocatorState,
+    cache: KVCache,
+    slots: Int32[Array, "batch"],
+    kept: Bool[Array, "pages"] | None = None,
 ) -> tuple[AllocatorState, KVCache, Int32[Array, ""]]:
     """Empty the failed `slots` (INVALID: none) and recount every page. Returns how many pages went through quarantine.
 
     Afterwards the invariants 1 and 2 of `allocator` hold whatever the damage was: each page is free or has as many
-    references as good entries. Slots that are not named keep their rows; one that is damaged as well and has not been
-    found yet fails at its next check. A slot named twice counts once.
+    references as good entries, and one more where it is kept. Slots that are not named keep their rows; one that is
+    damaged as well and has not been found yet fails at its next check. A slot named twice counts once. `kept` is what
+    the prefix cache holds, whatever became of the state's own record.
     """
     state = _empty(state, slots)
+    state = state if kept is None else replace(state, kept=kept)
     holders = _holders(state)
     unowned = holders == 0
     orphan = unowned & ~(_listed(state) & (state.reference_counts == 0))
@@ -57,11 +62,11 @@ def _empty(state: AllocatorState, slots: Int32[Array, "batch"]) -> AllocatorStat
 
 
 def _holders(state: AllocatorState) -> Int32[Array, "pages"]:
-    """Slots that hold each page under the tag it carries, whatever its reference count says."""
+    """Slots that hold each page under the tag it carries, and the prefix cache, whatever its reference count says."""
     exists = (state.page_table >= 0) & (state.page_table < state.num_pages)
     good = exists & (state.page_tags[jnp.where(exists, state.page_table, 0)] == state.expected_tags)
     pages = once_a_row(jnp.where(good, state.page_table, state.num_pages), state.num_pages)
-    return jnp.zeros(state.num_pages, jnp.int32).at[pages.reshape(-1)].add(1, mode="drop")
+    return state.kept.astype(jnp.int32).at[pages.reshape(-1)].add(1, mode="drop")
 
 
 def _listed(state: AllocatorState) -> Bool[Array, "pages"]:

@@ -1,6 +1,7 @@
 """The workers of a layout that run on this host, as processes: started together, ended together."""
 
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -77,5 +78,4 @@ def to_toml(layout: Layout) -> str:
 
 
 def _lines(values: dict[str, Any]) -> str:
-    quoted = lambda v: "'" + v + "'" if isinstance(v, str) else v  # noqa: E731
-    return "".join(f"{name} = {quoted(value)}\n" for name, value in values.items())
+    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())

@@ -79,6 +79,7 @@ class Layout:
     on_mismatch: str = "abort"
     logprobs: int = 5
     max_queue: int = 4096
+    prefix_cache: bool = True
     pull_timeout_s: float = 10.0
     request_timeout_s: float = 300.0
     wait_s: float = 30.0
@@ -158,6 +159,7 @@ class Layout:
             logprobs=self.logprobs,
             devices=worker.devices,
             role=worker.role,
+            prefix_cache=self.prefix_cache and worker.role == "prefill",
             handover=self.of_role("decode")[0].precision.kv,
             transfer_tokens=self.transfer_tokens,
         )

@@ -140,12 +140,14 @@ class Worker:
         self._stopped = True
 
     def _on_census(self, message: Message) -> Message:
-        """How the books stand: for whoever wants to know that nothing was lost."""
+        """How the books stand: for whoever wants to know that nothing was lost. `held`: pages that are neither free nor
+        in the prefix cache."""
         state = self.engine.state.allocator
+        kept = int(np.count_nonzero(np.asarray(state.kept)))
         return {
             "type": "census",
-            "free_pages": int(state.free_count),
-            "num_pages": state.num_pages,
+            "held": state.num_pages - int(state.free_count) - kept,
+            "kept": kept,
             "requests": len(self.engine.under_way),
             "offered": self._exchange.offered,
             "problems": integrity.check_invariants(state),

@@ -16,7 +16,7 @@ class DecodeWorker(Engine):
     """An engine of the role `decode`. It prefills nothing: a request that loses its pages goes back, in `returned`."""
 
     def __init__(self, model, config, on_logits=None):
-        super().__init__(model, config.replace(role="decode"), on_logits)
+        super().__init__(model, config.replace(role="decode", prefix_cache=False), on_logits)
         self.returned: list[Ticket] = []
         self._claims: dict[int, jax.Array] = {}  # the tag under which each slot was claimed for KV on its way
 

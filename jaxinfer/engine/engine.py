@@ -19,6 +19,7 @@ from jaxinfer.cache import INVALID
 from jaxinfer.checkpoints.model import Model
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine import incident
+from jaxinfer.engine.prefix import PrefixCache
 from jaxinfer.engine.programs import Programs
 from jaxinfer.engine.request import Completion, Request, SamplingParams, Status, TokenLogprob
 from jaxinfer.engine.scheduler import Scheduler
@@ -44,7 +45,10 @@ class Event:
 class Counters:
     """What the engine has done since it started. `handed_over` counts requests that a prefill worker passed on,
     `mismatches` and `recomputed` those whose check failed and those of them that got a second chance, `quarantined`
-    pages that were set aside, `repairs` free lists that contradicted the host's count and were written anew."""
+    pages that were set aside, `repairs` free lists that contradicted the host's count and were written anew.
+
+    Of the prefix cache: requests looked up when they were first admitted, tokens of their prompts, those of them that
+    were found, pages evicted, and requests refused pages that were not what they had been kept as."""
 
     steps: int = 0
     prefill_tokens: int = 0
@@ -55,7 +59,17 @@ class Counters:
     recomputed: int = 0
     quarantined: int = 0
     repairs: int = 0
+    prefix_lookups: int = 0
+    prefix_prompt_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prefix_evictions: int = 0
+    prefix_refusals: int = 0
     finished: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of prompt tokens that were in the prefix cache."""
+        return self.prefix_hit_tokens / max(self.prefix_prompt_tokens, 1)
 
 
 @dataclass(frozen=True)
@@ -92,11 +106,12 @@ class Engine:
         self.programs = Programs(model.config, params, model.kv_scales, config, mesh, dtype)
         self.programs.compile()
         self.state: ServingState = self.programs.create_state()
-        self.scheduler = Scheduler(config)
         self.counters = Counters()
+        self._in_flight: deque[InFlight] = deque()
+        self.prefix = PrefixCache(config, self.programs, self.counters, self._in_flight)
+        self.scheduler = Scheduler(config, self.prefix)
         self.precision = str(config.precision)
         self._ids = itertools.count()
-        self._in_flight: deque[InFlight] = deque()
         self._events: list[Event] = []
         self._requests: dict[int, Request] = {}
         self._batch_key: tuple[int, ...] = ()
@@ -181,9 +196,14 @@ class Engine:
         self._dispatch_prefill()
         self._dispatch_decode()
         while len(self._in_flight) > self._depth():
-            self._read(self._in_flight.popleft())
+            self._read_next()
+        self._settle()
         events, self._events = self._events, []
         return events
+
+    def drop_prefixes(self) -> None:
+        """Empty the prefix cache, but for pages that requests have."""
+        self.state = self.prefix.evict(self.state, self.config.num_pages)
 
     def run(self) -> Iterator[Event]:
         """Events until nothing is left to do."""
@@ -197,9 +217,12 @@ class Engine:
         return 1 if self.scheduler.decodable() or self.scheduler.next_chunk() else 0
 
     def _admit(self) -> list[Request]:
+        if self.scheduler.waiting and not self.scheduler.running:
+            self._drain()  # what nobody waits for any more may hold pages
         admitted = self.scheduler.admit()
         if not admitted:
             return admitted
+        self._evict(0)
         slots = np.full(self.config.max_slots, INVALID, np.int32)
         ids = np.full(self.config.max_slots, INVALID, np.int32)
         rows = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), self.state.sampling)
@@ -207,6 +230,7 @@ class Engine:
             slots[row], ids[row] = request.slot, request.id & 0x7FFFFFFF
             _fill_row(rows, row, request)
         self.state = self.programs.admit(self.state, slots, rows, ids)
+        self.state = self.prefix.open(self.state, admitted)
         return admitted
 
     def _dispatch_prefill(self) -> None:
@@ -225,6 +249,7 @@ class Engine:
             request.cached += count
             if is_last:
                 request.status, request.dispatched = Status.DECODE, request.dispatched + 1
+                self.state = self.prefix.keep(self.state, request)
         self.counters.prefill_tokens += int(counts.sum())
 
     def _dispatch_decode(self) -> None:
@@ -234,6 +259,7 @@ class Engine:
             batch = self.scheduler.decodable()
         if not batch:
             return
+        self._evict(self.scheduler.growth(batch))
         self._launch(self.programs.decode, self._slots_of(batch), (), batch, [True] * len(batch))
         for request in batch:
             request.cached += 1
@@ -261,11 +287,31 @@ class Engine:
         if self.scheduler.decodable() and self.scheduler.short_of_pages(self.scheduler.decodable()):
             self._send_back(self.scheduler.youngest())
 
+    def _evict(self, more: int) -> None:
+        """Have so many pages free beyond what is reserved."""
+        self.state = self.prefix.evict(self.state, more - self.scheduler.free_pages)
+
     # ---- what came back ----
 
     def _drain(self) -> None:
         while self._in_flight:
-            self._read(self._in_flight.popleft())
+            self._read_next()
+        self._settle()
+
+    def _read_next(self) -> None:
+        self._settle()
+        self._read(self._in_flight.popleft())
+
+    def _settle(self) -> None:
+        """Read what became of kept pages, up to the next step that is to be read. A request that was refused them waits
+        and is computed without."""
+        self.state, refused = self.prefix.settle(self.state)
+        while refused is not None:
+            self.counters.prefix_refusals += 1
+            self._quarantine(INVALID)
+            if refused.current:
+                self._send_back(refused.request)
+            self.state, refused = self.prefix.settle(self.state)
 
     def _read(self, step: InFlight) -> None:
         status, tokens = np.asarray(step.output.status).tolist(), np.asarray(step.output.tokens).tolist()
@@ -331,6 +377,7 @@ class Engine:
         again = self.config.on_mismatch == "recompute" and not request.recomputed
         found.log("recompute" if again else "abort")
         self.counters.mismatches += 1
+        self.prefix.forget(request, found.pages[0].column if found.pages else 0)
         self._quarantine(request.slot)
         if again:
             self.counters.recomputed += 1
@@ -362,7 +409,7 @@ class Engine:
     def _quarantine(self, slot: int) -> None:
         slots = np.full(self.config.max_slots, INVALID, np.int32)
         slots[0] = slot
-        self.state, count = self.programs.quarantine(self.state, slots)
+        self.state, count = self.programs.quarantine(self.state, slots, self.prefix.held())
         self.counters.quarantined += int(count)
 
     def _send_back(self, request: Request) -> None:
@@ -384,6 +431,8 @@ class Engine:
         running = request in self.scheduler.running
         self.scheduler.leave(request)
         if running:
+            if reason in ("stop", "length"):
+                self.state = self.prefix.keep(self.state, request)
             self._release(request)
         tail = request.held + request.decoder.flush() if reason not in ("stop", "integrity") else ""
         request.held = ""
@@ -398,6 +447,7 @@ class Engine:
         slots = np.full(self.config.max_slots, INVALID, np.int32)
         slots[0] = request.slot
         self.state = self.programs.release(self.state, slots)
+        self.prefix.leave(request)
         request.slot = INVALID
 
 

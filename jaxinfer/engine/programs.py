@@ -27,9 +27,9 @@ from jaxinfer.steps import ServingState
 
 
 class Programs:
-    """`admit`, `release`, `decode`, `prefill` and, for what failed, `audit` and `quarantine` as callables, for the
-    shapes that `config` lists; `export` in a prefill worker, `claim` and `insert` in a decode worker. `verify` is the
-    check by itself, for measurements; it compiles when first called."""
+    """`admit`, `release`, `decode`, `prefill`, for what failed `audit` and `quarantine`, for the prefix cache `keep`,
+    `adopt` and `drop`, as callables for the shapes that `config` lists; `export` in a prefill worker, `claim` and
+    `insert` in a decode worker. `verify` is the check by itself, for measurements; it compiles when first called."""
 
     def __init__(self, model: ModelConfig, params: Params, kv_scales, config: EngineConfig, mesh: Mesh, dtype):
         self.config = config
@@ -49,6 +49,9 @@ class Programs:
         self.verify = jax.jit(steps.verify_step, out_shardings=everywhere)
         self.audit = jax.jit(steps.audit_step, out_shardings=everywhere)
         self._quarantine = jax.jit(steps.quarantine_step, donate_argnums=0, out_shardings=(here, everywhere))
+        self.keep = jax.jit(steps.keep_step, donate_argnums=0, out_shardings=(here, everywhere))
+        self.adopt = on_copies(jax.jit(steps.adopt_step, donate_argnums=0, out_shardings=(here, everywhere)))
+        self.drop = on_copies(jax.jit(steps.drop_step, donate_argnums=0, out_shardings=here))
         setting = Kernels.choose(config.kernels, mesh)
         make = lambda step: jax.jit(  # noqa: E731
             setting.traced(checked(step, config.integrity, model, dtype, config.logprobs)),
@@ -71,6 +74,7 @@ class Programs:
         outside the interpreter's lock."""
         # A tiny serial start makes the shared constants; then every program goes its own way.
         jobs: list[Callable[[], None]] = [self._warm_admission]
+        jobs += [self._warm_prefixes] if self.config.prefix_cache else []
         if self.config.role != "prefill":
             jobs += [functools.partial(self._warm_decode, n) for n in self.config.decode_buckets]
         if self.config.role != "decode":
@@ -84,8 +88,15 @@ class Programs:
         slots = np.full(self.config.max_slots, INVALID, np.int32)
         rows = SamplingState.create(self.config.max_slots)
         state = self.admit(self.create_state(), slots, jax.tree.map(np.asarray, rows), slots)
-        state, _ = self.quarantine(self.release(state, slots), slots)
+        state, _ = self.quarantine(self.release(state, slots), slots, np.zeros(self.config.num_pages, bool))
         jax.block_until_ready(self.audit(state, np.int32(0)))
+
+    def _warm_prefixes(self) -> None:
+        none = np.full(self.config.max_pages_per_slot, INVALID, np.int32)
+        tags = np.zeros(none.shape, np.uint32)
+        state, _ = self.keep(self.create_state(), np.int32(INVALID), np.int32(0))
+        state, _ = self.adopt(state, np.int32(INVALID), none, tags)
+        jax.block_until_ready(self.drop(state, none, tags))
 
     def _warm_decode(self, batch: int) -> None:
         slots = jax.device_put(np.full(batch, INVALID, np.int32), replicated(self.mesh))
@@ -121,9 +132,9 @@ class Programs:
         """`export_step` for the tokens of a slot from `start` on."""
         return self._export(state, np.int32(slot), np.int32(start), self._kv_scales)
 
-    def quarantine(self, state: ServingState, slots: np.ndarray) -> tuple[ServingState, jax.Array]:
+    def quarantine(self, state: ServingState, slots: np.ndarray, kept: np.ndarray) -> tuple[ServingState, jax.Array]:
         """`quarantine_step`, with the scales of the checkpoint."""
-        return self._quarantine(state, slots, self._create_scales(self._kv_scales))
+        return self._quarantine(state, slots, self._create_scales(self._kv_scales), kept)
 
 
 def on_copies(program: Callable) -> Callable:

@@ -97,6 +97,7 @@ class Request:
     error: str = ""
     preemptions: int = 0
     arrival: "Arrival | None" = None  # its KV, in a decode worker, until it is in pages
+    cached_tokens: int = 0  # of the prompt, that the prefix cache had
     first_token_at: float = 0.0
     finished_at: float = 0.0
 
@@ -117,13 +118,15 @@ class Request:
             self.preemptions,
             (self.first_token_at or self.finished_at) - self.arrived,
             self.finished_at - self.arrived,
+            cached_tokens=self.cached_tokens,
         )
 
 
 @dataclass(frozen=True)
 class Completion:
     """What a request ended in. `finish_reason`: stop, length, cancelled, integrity (its pages failed verification).
-    Times in seconds since the request arrived. `precision` says what formats it ran at."""
+    Times in seconds since the request arrived. `precision` says what formats it ran at, `cached_tokens` how many tokens
+    of the prompt were in the prefix cache."""
 
     id: int
     prompt: list[int]
@@ -136,3 +139,4 @@ class Completion:
     ttft: float
     e2e: float
     precision: str = ""
+    cached_tokens: int = 0

@@ -1,13 +1,15 @@
 """The host's plan: who gets a slot, who is prefilled next, who decodes, who must give way.
 
 The scheduler counts pages itself, from lengths it knows, so that it never asks the device; the device's allocator
-refuses what it was asked in error. A request holds the pages of its whole context from admission on.
+refuses what it was asked in error. A request holds the pages of its whole context from admission on; those at its front
+that the prefix cache has too are counted there, once. What the cache alone has is as good as free.
 """
 
 from collections import deque
 from dataclasses import dataclass
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.engine.prefix import PrefixCache
 from jaxinfer.engine.request import Request, Status
 
 
@@ -23,8 +25,8 @@ class Chunk:
 class Scheduler:
     """Queue, slots and page arithmetic. First come, first served; the youngest gives way."""
 
-    def __init__(self, config: EngineConfig):
-        self.config = config
+    def __init__(self, config: EngineConfig, prefix: PrefixCache):
+        self.config, self.prefix = config, prefix
         self.first_status = Status.TRANSFER if config.role == "decode" else Status.PREFILL
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission
@@ -39,21 +41,26 @@ class Scheduler:
 
     @property
     def free_pages(self) -> int:
-        return self.config.num_pages - sum(map(self.held, self.running))
+        own = sum(self.held(r) - self.prefix.shared(r) for r in self.running)
+        return self.config.num_pages - own - self.prefix.pages
 
     def admit(self) -> list[Request]:
         """Requests that get a slot now, in order of arrival: the head of the queue waits until it fits, and leaves a
         page for every running request to grow into."""
         admitted = []
-        free = self.free_pages - len(self.running)
+        free = self.free_pages + self.prefix.evictable - len(self.running)
         while self.waiting and self.free_slots:
-            need = self.pages(len(self.waiting[0].context) + 1)
-            if need > free and (self.running or need > self.config.num_pages):
+            request, evictable = self.waiting[0], self.prefix.evictable
+            whole = self.pages(len(request.context) + 1)
+            shared = self.prefix.claim(request)
+            need = whole - shared + evictable - self.prefix.evictable
+            if need > free and (self.running or whole > self.config.num_pages):
+                self.prefix.leave(request)
                 break
             free -= need
-            request = self.waiting.popleft()
+            self.waiting.popleft()
             request.slot, request.status = self.free_slots.pop(), self.first_status
-            request.cached, request.dispatched = 0, request.confirmed
+            request.cached, request.dispatched = shared * self.config.page_size, request.confirmed
             self.running.append(request)
             admitted.append(request)
         return admitted
@@ -78,10 +85,13 @@ class Scheduler:
         """Requests that can take one more token."""
         return [r for r in self.running if r.status is Status.DECODE and r.dispatched < r.params.max_tokens]
 
+    def growth(self, batch: list[Request]) -> int:
+        """Pages that one more token for each of `batch` needs."""
+        return sum(self.pages(r.cached + 1) - self.held(r) for r in batch)
+
     def short_of_pages(self, batch: list[Request]) -> bool:
-        """Whether one more token for each of `batch` needs more pages than are free."""
-        growth = sum(self.pages(r.cached + 1) - self.held(r) for r in batch)
-        return growth > self.free_pages
+        """Whether that is more than are free or can be evicted."""
+        return self.growth(batch) > self.free_pages + self.prefix.evictable
 
     def youngest(self) -> Request:
         """The running request that gives way first."""

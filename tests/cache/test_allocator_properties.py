@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from jaxinfer.cache import allocator, integrity, pages
+from jaxinfer.cache import allocator, integrity, pages, sharing
 from jaxinfer.cache.allocator import INVALID, AllocatorState
 
 P, S, M, PAGE, ROWS = 10, 5, 4, 3, 4
@@ -55,6 +55,7 @@ def append_in_decode(state, pool, slots, counts, marks):
 fork = jax.jit(allocator.fork)
 open_slots = jax.jit(allocator.open_slots)
 release = jax.jit(allocator.release)
+adopt, keep, drop = jax.jit(sharing.adopt), jax.jit(sharing.keep), jax.jit(sharing.drop)
 verify = jax.jit(integrity.verify)
 read = jax.jit(lambda pool, state: pages.gather(pool, 0, state.page_table, state.lengths))
 
@@ -72,6 +73,8 @@ class Model:
     def __init__(self):
         self.slots = [Slot() for _ in range(S)]
         self.references = dict.fromkeys(range(P), 0)
+        self.kept: set[int] = set()
+        self.contents: dict[int, list[int]] = {}  # of every page that was whole when last looked at
 
     @property
     def free(self) -> set[int]:
@@ -130,6 +133,44 @@ class Model:
         for page in self.slots[slot].pages:
             self.references[page] -= 1
         self.slots[slot] = Slot()
+
+    def keep(self, slots, counts):
+        """What is answered: for each column the page, and whether the hold is new."""
+        found = []
+        for slot, count in zip(slots, counts, strict=True):
+            mine = self.slots[slot] if 0 <= slot < S else Slot()
+            whole = mine.pages[: max(min(count, len(mine.tokens) // PAGE), 0)]
+            taken = [page not in self.kept for page in whole]
+            for page in (page for page, new in zip(whole, taken, strict=True) if new):
+                self.kept.add(page)
+                self.references[page] += 1
+            found.append((whole, taken))
+        return found
+
+    def drop(self, page):
+        self.kept.remove(page)
+        self.references[page] -= 1
+
+    def adopt(self, slots, rows, sound):
+        """`sound`: of each row whether its pages have an owner and the tags that are given."""
+        granted, at_start = [], [len(slot.tokens) for slot in self.slots]
+        for row, slot in enumerate(slots):
+            given, count = rows[row], len(rows[row])
+            mine = self.slots[slot] if 0 <= slot < S else None
+            good = mine is not None and slot not in slots[:row] and sound[row]
+            good = good and (not at_start[slot] or count * PAGE <= at_start[slot])
+            after = good and given + mine.pages[count:]
+            granted.append(good and len(set(after)) == len(after))
+        for row, slot in enumerate(slots):
+            if granted[row]:
+                mine, given = self.slots[slot], rows[row]
+                for page in given:
+                    self.references[page] += 1
+                for page in mine.pages[: len(given)]:
+                    self.references[page] -= 1
+                mine.pages[: len(given)] = given
+                mine.tokens[: len(given) * PAGE] = [token for page in given for token in self.contents[page]]
+        return granted
 
 
 # ---- the machine
@@ -238,6 +279,59 @@ class Lives(RuleBasedStateMachine):
             names = {f.name for f in fields(once)} - (set() if with_tags else {"slot_tags", "next_slot_tag"})
             self.unchanged(once, names)
 
+    @rule(slots=rows_of_slots, counts=rows_of_counts)
+    def keep(self, slots, counts):
+        before = self.state
+        self.state, hold = keep(before, np.int32(slots), np.int32(counts))
+        tags = np.asarray(before.page_tags)
+        for row, (whole, taken) in enumerate(self.model.keep(slots, counts)):
+            rest = M - len(whole)
+            assert np.asarray(hold.pages)[row].tolist() == whole + [INVALID] * rest
+            assert np.asarray(hold.tags)[row].tolist() == [int(tags[page]) for page in whole] + [0] * rest
+            assert np.asarray(hold.taken)[row].tolist() == taken + [False] * rest
+
+    @rule(drawn=st.lists(st.tuples(st.integers(-1, P), st.sampled_from([0, 0, 0, 1])), min_size=M, max_size=M))
+    def drop(self, drawn):
+        """Some under a tag that is not theirs, some twice, some that are not kept or are none."""
+        before, free_before = self.state, self.model.free
+        tags = np.append(np.asarray(before.page_tags), np.uint32([0, 0]))
+        wanted = [int(tags[page]) + wrong & 0xFFFFFFFF for page, wrong in drawn]
+        self.state = drop(before, np.int32([page for page, _ in drawn]), np.uint32(wanted))
+        for page, wrong in drawn:
+            if page in self.model.kept and not wrong:
+                self.model.drop(page)
+        self.remember_what_was_freed(before, free_before)
+
+    @rule(slots=rows_of_slots, data=st.data())
+    def adopt(self, slots, data):
+        """Pages that are kept, of other slots, or anything; now and then under a tag that is not theirs."""
+        whole = [page for slot in self.model.slots for page in slot.pages[: len(slot.tokens) // PAGE]]
+        some = st.sampled_from(sorted({*whole, *self.model.kept}) or [0])
+        a_row = st.lists(some, max_size=M) | st.lists(st.integers(0, P - 1), max_size=M)
+        rows = [data.draw(a_row) for _ in slots]
+        wrong = data.draw(st.sampled_from([0, 0, 0, 1]))
+        before, free_before = self.state, self.model.free
+        tags = np.asarray(before.page_tags)
+        filled = np.int32([row + [INVALID] * (M - len(row)) for row in rows])
+        asked = np.where(filled >= 0, tags[filled], 0).astype(np.uint32)
+        asked[0, 0] += wrong
+        allowed = set(whole) | self.model.kept
+        # Pages with an owner that are not whole are the caller's mistake: the engine gives none.
+        filled = np.where(np.isin(filled, list(allowed | self.model.free)), filled, INVALID)
+        rows = [[int(page) for page in row if page >= 0] for row in filled]
+        sound = [
+            list(filled[i]) == row + [INVALID] * (M - len(row))
+            and all(page in allowed for page in row)
+            and not (i == 0 and wrong and row)
+            for i, row in enumerate(rows)
+        ]
+        self.state, granted = adopt(before, np.int32(slots), filled, asked)
+        assert np.asarray(granted).tolist() == self.model.adopt(slots, rows, sound)
+        if not np.any(granted):
+            self.unchanged(before)
+        self.unchanged(before, ["slot_tags", "page_tags", "kept"])
+        self.remember_what_was_freed(before, free_before)
+
     @rule(data=st.data())
     def release_late(self, data):
         """Requests that are over, some of them twice: nothing may happen."""
@@ -257,6 +351,7 @@ class Lives(RuleBasedStateMachine):
         assert integrity.check_invariants(self.state) == []
         assert int(self.state.free_count) == len(self.model.free)
         assert np.asarray(self.state.reference_counts).tolist() == list(self.model.references.values())
+        assert set(np.flatnonzero(np.asarray(self.state.kept)).tolist()) == self.model.kept
         table = [slot.pages + [INVALID] * (M - len(slot.pages)) for slot in self.model.slots]
         assert np.asarray(self.state.page_table).tolist() == table
         assert np.asarray(self.state.lengths).tolist() == [len(slot.tokens) for slot in self.model.slots]
@@ -266,6 +361,8 @@ class Lives(RuleBasedStateMachine):
         found = np.asarray(read(self.pool, self.state))[:, :, 0]
         for slot, mine in enumerate(self.model.slots):
             assert found[slot].tolist() == mine.tokens + [0] * (M * PAGE - len(mine.tokens))
+            for column in range(len(mine.tokens) // PAGE):
+                self.model.contents[mine.pages[column]] = mine.tokens[column * PAGE : (column + 1) * PAGE]
 
     @invariant()
     def tags_tell_holders_from_the_rest(self):
