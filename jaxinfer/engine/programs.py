@@ -20,7 +20,7 @@ from jaxinfer.cache.owners import Owners
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.models.decoder import Params
 from jaxinfer.parallel.kernels import Kernels
-from jaxinfer.parallel.sharding import cache_sharding, param_shardings, replicated
+from jaxinfer.parallel.sharding import cache_sharding, param_shardings, place, replicated
 from jaxinfer.sampling import SamplingState
 from jaxinfer.steps import ServingState
 
@@ -32,7 +32,7 @@ class Programs:
     def __init__(self, model: ModelConfig, params: Params, kv_scales, config: EngineConfig, mesh: Mesh, dtype):
         self.config = config
         self.mesh = mesh
-        self.params = jax.device_put(params, param_shardings(model, params, mesh))
+        self.params = place(params, param_shardings(model, params, mesh))
         state = jax.eval_shape(functools.partial(create_state, model, config, None))
         self.shardings = state_shardings(model, state, mesh)
         self._create = jax.jit(functools.partial(create_state, model, config), out_shardings=self.shardings)
@@ -41,7 +41,7 @@ class Programs:
             lambda scales: create_state(model, config, scales).cache.scales, out_shardings=self.shardings.cache.scales
         )
         here, everywhere = self.shardings, replicated(mesh)
-        self._kv_scales = jax.device_put(kv_scales, everywhere)
+        self._kv_scales = place(kv_scales, dict.fromkeys(kv_scales, everywhere))
         self.admit = on_copies(jax.jit(steps.admit_step, donate_argnums=0, out_shardings=here))
         self.release = on_copies(jax.jit(steps.release_step, donate_argnums=0, out_shardings=here))
         self.verify = jax.jit(steps.verify_step, out_shardings=everywhere)
@@ -61,12 +61,13 @@ class Programs:
 
     def compile(self) -> None:
         """Compile every program and run it once on a state of its own, without effect. Two at a time: XLA compiles
-        outside the interpreter's lock."""
+        outside the interpreter's lock. One at a time over several processes, which must come to each collective in the
+        same order."""
         # A tiny serial start makes the shared constants; then every program goes its own way.
         jobs: list[Callable[[], None]] = [self._warm_admission]
         jobs += [functools.partial(self._warm_decode, n) for n in self.config.decode_buckets]
         jobs += [functools.partial(self._warm_prefill, *shape) for shape in self.config.prefill_buckets]
-        with ThreadPoolExecutor(2) as pool:
+        with ThreadPoolExecutor(2 if jax.process_count() == 1 else 1) as pool:
             for future in [pool.submit(job) for job in jobs]:
                 future.result()
 
@@ -78,7 +79,7 @@ class Programs:
         jax.block_until_ready(self.audit(state, np.int32(0)))
 
     def _warm_decode(self, batch: int) -> None:
-        slots = jax.device_put(np.full(batch, INVALID, np.int32), replicated(self.mesh))
+        slots = place(np.full(batch, INVALID, np.int32), replicated(self.mesh))
         jax.block_until_ready(self.decode(self.params, self.create_state(), slots))
 
     def _warm_prefill(self, rows: int, tokens: int) -> None:

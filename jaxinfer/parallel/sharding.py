@@ -14,18 +14,34 @@ from jaxinfer.quantization.tensor import QuantizedTensor
 
 
 def make_mesh(devices: int) -> Mesh:
-    """A mesh of the first `devices` devices. UserError when there are fewer."""
-    there = jax.devices()
-    if devices > len(there):
+    """A mesh of the first `devices` devices, the same number from each process. UserError when there are fewer."""
+    there = [jax.local_devices(process) for process in range(jax.process_count())]
+    each, rest = divmod(devices, len(there))
+    if rest:
+        raise UserError(f"{devices} devices do not come in equal parts from {len(there)} processes")
+    if each > min(map(len, there)):
         raise UserError(
-            f"{devices} devices asked for, {len(there)} there; on the CPU, set the number before the first use of jax: "
-            f"--devices {devices} on the command line, or XLA_FLAGS=--xla_force_host_platform_device_count={devices}"
+            f"{devices} devices asked for, {sum(map(len, there))} there; on the CPU, set the number before the first "
+            f"use of jax: --devices {devices} on the command line, or "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={each}"
         )
-    return Mesh(np.array(there[:devices]), ("tp",))
+    return Mesh(np.array([device for own in there for device in own[:each]]), ("tp",))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
+
+
+def place(tree, shardings):
+    """`tree`, or its only leaf, on the devices of `shardings`. Over several processes each puts what it has on its own
+    devices: all must have the same. `jax.device_put` would compare them first, with a collective for every array."""
+
+    def put(array, sharding):
+        if sharding.is_fully_addressable or not getattr(array, "is_fully_addressable", True):
+            return jax.device_put(array, sharding)
+        return jax.make_array_from_callback(array.shape, sharding, np.asarray(array).__getitem__)
+
+    return jax.tree.map(put, tree, shardings)
 
 
 def param_shardings(config: ModelConfig, params: Params, mesh: Mesh) -> Params:
