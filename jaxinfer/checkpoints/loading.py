@@ -23,7 +23,7 @@ from jaxinfer.config import ModelConfig
 from jaxinfer.errors import UserError
 from jaxinfer.models.decoder import Params, parameter_specs
 from jaxinfer.models.parameter import ParameterSpec
-from jaxinfer.parallel.sharding import param_shardings, place
+from jaxinfer.parallel.sharding import param_shardings, spread
 from jaxinfer.quantization.formats import WeightFormat
 from jaxinfer.quantization.tensor import quantize
 
@@ -208,12 +208,12 @@ class Stack:
             self.whole[... if layer is None else layer] = bits
             return
         if layer is None:
-            self.whole = jax.device_put(bits, self.place)
+            self.whole = spread(bits, self.place)
             return
         place = self.place
         if isinstance(place, NamedSharding):
             place = NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
-        self.whole = _store(self.whole, jax.device_put(bits, place), layer)
+        self.whole = _store(self.whole, spread(bits, place), layer)
 
     def array(self) -> jax.Array:
         """What was stored. The stack is used up."""

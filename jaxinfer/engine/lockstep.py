@@ -10,7 +10,6 @@ import dataclasses
 import json
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import jax
@@ -20,18 +19,20 @@ from jaxinfer.checkpoints.model import Model
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.engine.engine import Engine, Event
 from jaxinfer.engine.request import SamplingParams
-from jaxinfer.parallel.multihost import GRACE, Peer, PeerGone
+from jaxinfer.parallel.peer import GRACE, Peer, PeerGone, together
 
 
 def agreement(model: ModelConfig, config: EngineConfig) -> dict[str, str]:
-    """What the processes of one engine must have in common, for `multihost.start`."""
+    """What the processes of one engine must have in common, for `multihost.start`. That they have the same weights is
+    for their owner to see to."""
     parts = {"model": model, "engine": config}
     return {f"{where}.{name}": str(value) for where, part in parts.items() for name, value in vars(part).items()}
 
 
 class Lockstep(Engine):
-    """The engine of the leader. It is used as any engine; the others are in `follow`. PeerGone from any call, for ever
-    after, once one of them is gone: then nothing is served any more."""
+    """The engine of process 0, used as any engine; the others `follow`. Once one of them is gone, `step` raises
+    PeerGone, for ever after. An engine that is idle should be stepped now and then all the same: a process that takes
+    no notice of such a loss is ended (`Peer`)."""
 
     def __init__(
         self,
@@ -40,11 +41,13 @@ class Lockstep(Engine):
         followers: Sequence[Peer],
         on_logits: Callable[[int, int, np.ndarray], Any] | None = None,
     ):
-        self._followers, self._asked, self._seen = followers, [], 0
-        super().__init__(model, config, on_logits)
+        self._followers = followers
+        self._asked: list[list[Any]] = []
+        self._seen = 0
+        with together(followers):
+            super().__init__(model, config, on_logits)
 
     def submit(self, prompt: str | list[int], params: SamplingParams | None = None) -> int:
-        self._check_followers()
         request = self._requests[super().submit(prompt, params)]
         self._asked.append(["submit", request.prompt, dataclasses.asdict(request.params)])
         return request.id
@@ -55,74 +58,49 @@ class Lockstep(Engine):
         super().cancel(request_id)
 
     def step(self) -> list[Event]:
-        self._tell({"asked": self._asked, "seen": self._seen})
-        self._asked = []
-        try:
+        with together(self._followers):
+            self._tell({"asked": self._asked, "seen": self._seen})
+            self._asked = []
             events = super().step()
-        except jax.errors.JaxRuntimeError:
-            self._check_followers(GRACE / 2)  # most likely the end of one of them, whose news may come later
-            raise
         self._seen = summary(events)
         return events
 
     def stop(self) -> None:
-        """End the followers, after what they are doing. Nothing can be served afterwards."""
-        try:
+        """End the followers after what they are doing. Nothing can be served afterwards."""
+        with together(self._followers):
             self._tell({"stop": True, "seen": self._seen})
-        finally:
-            self._close()
+        for follower in self._followers:
+            follower.close(GRACE)
 
     def _tell(self, message: dict[str, Any]) -> None:
-        self._check_followers()
-        try:
-            for follower in self._followers:
-                follower.send(message)
-        except PeerGone:
-            self._close()
-            raise
-
-    def _check_followers(self, wait: float = 0.0) -> None:
-        try:
-            for follower in self._followers:
-                follower.check(wait / len(self._followers))
-        except PeerGone:
-            self._close()
-            raise
-
-    def _close(self) -> None:
         for follower in self._followers:
-            follower.close()
+            follower.send(message)
 
 
 def follow(engine: Engine, leader: Peer) -> None:
     """Do what the leader does until it stops. PeerGone when it is gone or has seen something else."""
     seen = 0
-    try:
-        while True:
-            message = leader.receive()
-            if message["seen"] != seen:
-                raise PeerGone(f"step {engine.counters.steps} came out otherwise than in {leader}")
-            if "stop" in message:
-                return
+    with together([leader]):
+        while "stop" not in (message := leader.receive()):
+            _compare(engine, seen, message["seen"])
             for what, *arguments in message["asked"]:
-                _ask(engine, what, *arguments)
+                ASKED[what](engine, *arguments)
             seen = summary(engine.step())
-    except Exception as error:
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            leader.check(GRACE / 2)  # most likely its end, whose news may come later
-        with suppress(PeerGone):
-            leader.send(str(error))
-        raise
-    finally:
-        leader.close()
+        _compare(engine, seen, message["seen"])
+        jax.distributed.shutdown()  # while process 0, where its books are kept, is still there
+    leader.close()
 
 
-def _ask(engine: Engine, what: str, *arguments: Any) -> None:
-    if what == "submit":
-        prompt, params = arguments
-        engine.submit(prompt, SamplingParams(**params))
-    else:
-        engine.cancel(*arguments)
+ASKED: dict[str, Callable[..., Any]] = {
+    "submit": lambda engine, prompt, params: engine.submit(prompt, SamplingParams(**params)),
+    "cancel": lambda engine, request: engine.cancel(request),
+}
+"""What a leader may ask of its followers."""
+
+
+def _compare(engine: Engine, here: int, there: int) -> None:
+    if here != there:
+        raise PeerGone(f"step {engine.counters.steps} came out otherwise in process {jax.process_index()} than in 0")
 
 
 def summary(events: list[Event]) -> int:

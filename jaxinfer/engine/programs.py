@@ -20,7 +20,7 @@ from jaxinfer.cache.owners import Owners
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.models.decoder import Params
 from jaxinfer.parallel.kernels import Kernels
-from jaxinfer.parallel.sharding import cache_sharding, param_shardings, place, replicated
+from jaxinfer.parallel.sharding import cache_sharding, param_shardings, replicated, spread
 from jaxinfer.sampling import SamplingState
 from jaxinfer.steps import ServingState
 
@@ -32,7 +32,7 @@ class Programs:
     def __init__(self, model: ModelConfig, params: Params, kv_scales, config: EngineConfig, mesh: Mesh, dtype):
         self.config = config
         self.mesh = mesh
-        self.params = place(params, param_shardings(model, params, mesh))
+        self.params = spread(params, param_shardings(model, params, mesh))
         state = jax.eval_shape(functools.partial(create_state, model, config, None))
         self.shardings = state_shardings(model, state, mesh)
         self._create = jax.jit(functools.partial(create_state, model, config), out_shardings=self.shardings)
@@ -41,7 +41,7 @@ class Programs:
             lambda scales: create_state(model, config, scales).cache.scales, out_shardings=self.shardings.cache.scales
         )
         here, everywhere = self.shardings, replicated(mesh)
-        self._kv_scales = place(kv_scales, dict.fromkeys(kv_scales, everywhere))
+        self._kv_scales = spread(kv_scales, dict.fromkeys(kv_scales, everywhere))
         self.admit = on_copies(jax.jit(steps.admit_step, donate_argnums=0, out_shardings=here))
         self.release = on_copies(jax.jit(steps.release_step, donate_argnums=0, out_shardings=here))
         self.verify = jax.jit(steps.verify_step, out_shardings=everywhere)
@@ -79,7 +79,7 @@ class Programs:
         jax.block_until_ready(self.audit(state, np.int32(0)))
 
     def _warm_decode(self, batch: int) -> None:
-        slots = place(np.full(batch, INVALID, np.int32), replicated(self.mesh))
+        slots = spread(np.full(batch, INVALID, np.int32), replicated(self.mesh))
         jax.block_until_ready(self.decode(self.params, self.create_state(), slots))
 
     def _warm_prefill(self, rows: int, tokens: int) -> None:

@@ -32,7 +32,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
 
 
-def place(tree, shardings):
+def spread(tree, shardings):
     """`tree`, or its only leaf, on the devices of `shardings`. Over several processes each puts what it has on its own
     devices: all must have the same. `jax.device_put` would compare them first, with a collective for every array."""
 
