@@ -106,7 +106,8 @@ def _gather(span: Span, agree: dict[str, str], deadline: float) -> tuple[dict[in
     try:
         listener, free = _listener(*span.place), _listener(host, 0)
     except OSError as error:
-        raise UserError(f"process 0 can't listen at {span.address}: {error.strerror}; give another address") from None
+        why = str(error.strerror).partition(" (")[0]
+        raise UserError(f"process 0 can't listen at {span.address}: {why}; give another address") from None
     there: dict[int, Connection] = {}
     try:
         with listener, free:

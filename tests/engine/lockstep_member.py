@@ -17,7 +17,7 @@ from jaxinfer.parallel import multihost
 from jaxinfer.parallel.peer import PeerGone, together
 from tests.engine.conftest import ENGINE, SMALL, prompts
 
-CONFIG = ENGINE.replace(num_pages=20, digest_pages=1, integrity="digest")  # a pool that runs out
+CONFIG = ENGINE.replace(num_pages=20)  # a pool that runs out
 DEVICES = 4
 
 
