@@ -129,9 +129,9 @@ def test_messages_arrive_in_order_and_work_that_fails_tells_why(two):
     assert [there.receive() for _ in range(3)] == [{"a": [1, "x"]}, [], {"b": None}]
     with pytest.raises(ValueError), together([here]):
         raise ValueError("no such page")
-    with pytest.raises(PeerGone, match="process 1 has ended: no such page"), together([there]):
+    with pytest.raises(PeerGone, match="process 0 has ended: no such page"), together([there]):
         there.receive()
-    with pytest.raises(PeerGone, match="process 1"), together([there]):
+    with pytest.raises(PeerGone, match="process 0"), together([there]):
         raise AssertionError("not begun")
 
 
