@@ -2,8 +2,8 @@
 
 What an engine decides follows from what was asked of it and from what its steps gave, and the latter is the same in
 every process. So it is enough that the leader tells the others, before each step, what was submitted and cancelled
-since the last one. What it saw in that one it tells them too: a process that saw something else says so and ends,
-before a wrong token goes on.
+since the last one. What it saw in that one it tells them too: a process that saw something else says so and ends, and
+the worker with it, before another step.
 """
 
 import dataclasses

@@ -7,7 +7,6 @@ follower see another token.
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from jaxinfer.engine import Engine, SamplingParams
@@ -85,5 +84,3 @@ if __name__ == "__main__":
     except PeerGone as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
-    finally:
-        jax.clear_caches()
