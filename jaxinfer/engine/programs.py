@@ -20,6 +20,7 @@ from jaxinfer.cache.owners import Owners
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.models.decoder import Params
 from jaxinfer.parallel.kernels import Kernels
+from jaxinfer.parallel.multihost import wait_for_all
 from jaxinfer.parallel.sharding import cache_sharding, param_shardings, replicated, spread
 from jaxinfer.sampling import SamplingState
 from jaxinfer.steps import ServingState
@@ -80,12 +81,20 @@ class Programs:
 
     def _warm_decode(self, batch: int) -> None:
         slots = spread(np.full(batch, INVALID, np.int32), replicated(self.mesh))
-        jax.block_until_ready(self.decode(self.params, self.create_state(), slots))
+        self._run_together(self.decode, self.params, self.create_state(), slots)
 
     def _warm_prefill(self, rows: int, tokens: int) -> None:
         slots = np.full(rows, INVALID, np.int32)
         chunk = (np.zeros((rows, tokens), np.int32), np.zeros(rows, np.int32), np.zeros(rows, bool))
-        jax.block_until_ready(self.prefill(self.params, self.create_state(), slots, *chunk))
+        self._run_together(self.prefill, self.params, self.create_state(), slots, *chunk)
+
+    def _run_together(self, program, *arguments) -> None:
+        """Run a program with collectives for the first time: once every process has loaded and compiled what it takes,
+        because a collective does not wait long for who comes late (gloo: 30 s)."""
+        if jax.process_count() > 1:
+            program.lower(*arguments).compile()
+            wait_for_all()
+        jax.block_until_ready(program(*arguments))
 
     def quarantine(self, state: ServingState, slots: np.ndarray) -> tuple[ServingState, jax.Array]:
         """`quarantine_step`, with the scales of the checkpoint."""
@@ -101,7 +110,11 @@ def on_copies(program: Callable) -> Callable:
             return jax.tree.map(copied, argument)
         return argument.copy() if isinstance(argument, np.ndarray) else argument
 
-    return lambda *arguments: program(*map(copied, arguments))
+    def run(*arguments):
+        return program(*map(copied, arguments))
+
+    run.lower = getattr(program, "lower", None)  # type: ignore[attr-defined]
+    return run
 
 
 def checked(step: Callable, level: str, *static) -> Callable:

@@ -11,6 +11,7 @@ and go, which leaves their loss to `peer`. What it insists on is process 0: wher
 before they can say why they end.
 """
 
+import itertools
 import socket
 import time
 from collections.abc import Mapping
@@ -22,11 +23,13 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from typing import Any
 
 import jax
+import jax._src.distributed
 
 from jaxinfer.errors import UserError
 from jaxinfer.parallel.peer import LIMIT, REPLY, Peer, connection_over, patience, receive, send, together
 
 WAIT = 120.0  # seconds that processes wait for each other to come
+PATIENCE = 3600  # and, having met, to load and compile
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,16 @@ def start(span: Span, agree: Mapping[str, str], wait: float = WAIT) -> list[Peer
             coordinator_bind_address=coordinator,
         )
     return peers
+
+
+def wait_for_all() -> None:
+    """Wait until every process has come here; each must come equally often. Whoever dies is noticed by its peers."""
+    # No public function of jax waits without a collective, whose own patience is what this spares.
+    client: Any = jax._src.distributed.global_state.client
+    client.wait_at_barrier(f"jaxinfer {next(_waits)}", timeout_in_ms=1000 * PATIENCE)
+
+
+_waits = itertools.count()
 
 
 # ---- how they meet

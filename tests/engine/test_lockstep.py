@@ -84,7 +84,7 @@ def test_two_processes_serve_what_one_does(pair, small_model, tmp_path):
 def test_who_is_killed_takes_the_other_along(pair, dead):
     """In the midst of serving. The leader says in one line what happened; a follower may be ended by jax instead."""
     processes = pair("endless")
-    assert "serving\n" in processes[0].stdout  # gloo has lines of its own in front
+    assert "serving\n" in processes[0].stdout, processes[0].stderr.read()  # gloo has lines of its own in front
     time.sleep(0.5)
     processes[dead].send_signal(signal.SIGKILL)
     begun = time.monotonic()
