@@ -95,7 +95,7 @@ class Engine:
         self._requests: dict[int, Request] = {}
         self._batch_key: tuple[int, ...] = ()
         self._batch_slots: Any = None
-        self._everywhere = replicated(mesh)
+        self._place = replicated(mesh)
 
     # ---- the caller's side ----
 
@@ -227,7 +227,7 @@ class Engine:
         if key != self._batch_key:
             size = min(n for n in self.config.decode_buckets if n >= len(batch))
             padded = np.array(key + (INVALID,) * (size - len(key)), np.int32)
-            self._batch_key, self._batch_slots = key, spread(padded, self._everywhere)
+            self._batch_key, self._batch_slots = key, spread(padded, self._place)
         return self._batch_slots
 
     def _launch(self, program, slots, inputs, requests: list[Request], emits: list[bool]) -> None:
