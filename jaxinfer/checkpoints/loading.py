@@ -23,7 +23,7 @@ from jaxinfer.config import ModelConfig
 from jaxinfer.errors import UserError
 from jaxinfer.models.decoder import Params, parameter_specs
 from jaxinfer.models.parameter import ParameterSpec
-from jaxinfer.parallel.sharding import param_shardings
+from jaxinfer.parallel.sharding import param_shardings, spread
 from jaxinfer.quantization.formats import WeightFormat
 from jaxinfer.quantization.tensor import quantize
 
@@ -62,7 +62,7 @@ def load(config: ModelConfig, tensors: Tensors, mesh: Mesh | None = None, watch:
     sources = plan(config, matrices)
     report_unused(config, matrices, sources, watch)
     abstract = jax.tree.map(lambda s: s.abstract, sources)
-    single = SingleDeviceSharding(jax.devices()[0])
+    single = SingleDeviceSharding(jax.local_devices()[0])
     places = param_shardings(config, abstract, mesh) if mesh else jax.tree.map(lambda _: single, abstract)
     watch.total(sum(len(s.layers) for s in jax.tree.leaves(sources)))
     return jax.tree.map(functools.partial(fill, config, matrices, watch), sources, abstract, places)
@@ -208,12 +208,12 @@ class Stack:
             self.whole[... if layer is None else layer] = bits
             return
         if layer is None:
-            self.whole = jax.device_put(bits, self.place)
+            self.whole = spread(bits, self.place)
             return
         place = self.place
         if isinstance(place, NamedSharding):
             place = NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
-        self.whole = _store(self.whole, jax.device_put(bits, place), layer)
+        self.whole = _store(self.whole, spread(bits, place), layer)
 
     def array(self) -> jax.Array:
         """What was stored. The stack is used up."""

@@ -54,7 +54,7 @@ def restore(folder: Path, config: ModelConfig) -> tuple[Params, dict[str, jax.Ar
     try:
         with ocp.PyTreeCheckpointer() as checkpointer:
             _check(folder, checkpointer.metadata(path).item_metadata.tree, expected)
-            place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
             args = jax.tree.map(lambda a: ocp.ArrayRestoreArgs(sharding=place, dtype=a.dtype), expected)
             tree = checkpointer.restore(path, ocp.args.PyTreeRestore(expected, restore_args=args))
     except UserError:

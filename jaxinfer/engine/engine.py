@@ -26,7 +26,7 @@ from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.stopping import take_text
 from jaxinfer.errors import UserError
 from jaxinfer.parallel.kernels import Kernels
-from jaxinfer.parallel.sharding import make_mesh, replicated
+from jaxinfer.parallel.sharding import make_mesh, replicated, spread
 from jaxinfer.sampling import SamplingState
 from jaxinfer.steps import MISMATCH, NO_PAGE, ServingState, StepOutput
 
@@ -272,7 +272,7 @@ class Engine:
         if key != self._batch_key:
             size = min(n for n in self.config.decode_buckets if n >= len(batch))
             padded = np.array(key + (INVALID,) * (size - len(key)), np.int32)
-            self._batch_key, self._batch_slots = key, jax.device_put(padded, self._place)
+            self._batch_key, self._batch_slots = key, spread(padded, self._place)
         return self._batch_slots
 
     def _launch(self, program, slots, inputs, requests: list[Request], emits: list[bool]) -> None:

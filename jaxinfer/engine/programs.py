@@ -21,7 +21,8 @@ from jaxinfer.cache.owners import Owners
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.models.decoder import Params
 from jaxinfer.parallel.kernels import Kernels
-from jaxinfer.parallel.sharding import cache_sharding, param_shardings, replicated
+from jaxinfer.parallel.multihost import wait_for_all
+from jaxinfer.parallel.sharding import cache_sharding, param_shardings, replicated, spread
 from jaxinfer.sampling import SamplingState
 from jaxinfer.steps import ServingState
 
@@ -34,7 +35,7 @@ class Programs:
     def __init__(self, model: ModelConfig, params: Params, kv_scales, config: EngineConfig, mesh: Mesh, dtype):
         self.config = config
         self.mesh = mesh
-        self.params = jax.device_put(params, param_shardings(model, params, mesh))
+        self.params = spread(params, param_shardings(model, params, mesh))
         state = jax.eval_shape(functools.partial(create_state, model, config, None))
         self.shardings = state_shardings(model, state, mesh)
         self._create = jax.jit(functools.partial(create_state, model, config), out_shardings=self.shardings)
@@ -43,7 +44,7 @@ class Programs:
             lambda scales: create_state(model, config, scales).cache.scales, out_shardings=self.shardings.cache.scales
         )
         here, everywhere = self.shardings, replicated(mesh)
-        self._kv_scales = jax.device_put(kv_scales, everywhere)
+        self._kv_scales = spread(kv_scales, dict.fromkeys(kv_scales, everywhere))
         self.admit = on_copies(jax.jit(steps.admit_step, donate_argnums=0, out_shardings=here))
         self.release = on_copies(jax.jit(steps.release_step, donate_argnums=0, out_shardings=here))
         self.verify = jax.jit(steps.verify_step, out_shardings=everywhere)
@@ -71,7 +72,8 @@ class Programs:
 
     def compile(self) -> None:
         """Compile every program and run it once on a state of its own, without effect. Two at a time: XLA compiles
-        outside the interpreter's lock."""
+        outside the interpreter's lock. One at a time over several processes, which must come to each collective in the
+        same order."""
         # A tiny serial start makes the shared constants; then every program goes its own way.
         jobs: list[Callable[[], None]] = [self._warm_admission]
         jobs += [self._warm_prefixes] if self.config.prefix_cache else []
@@ -80,7 +82,7 @@ class Programs:
         if self.config.role != "decode":
             jobs += [functools.partial(self._warm_prefill, *shape) for shape in self.config.prefill_buckets]
         jobs += {"both": [], "prefill": [self._warm_export], "decode": [self._warm_insert]}[self.config.role]
-        with ThreadPoolExecutor(2) as pool:
+        with ThreadPoolExecutor(2 if jax.process_count() == 1 else 1) as pool:
             for future in [pool.submit(job) for job in jobs]:
                 future.result()
 
@@ -99,13 +101,21 @@ class Programs:
         jax.block_until_ready(self.drop(state, none, tags))
 
     def _warm_decode(self, batch: int) -> None:
-        slots = jax.device_put(np.full(batch, INVALID, np.int32), replicated(self.mesh))
-        jax.block_until_ready(self.decode(self.params, self.create_state(), slots))
+        slots = spread(np.full(batch, INVALID, np.int32), replicated(self.mesh))
+        self._run_together(self.decode, self.params, self.create_state(), slots)
 
     def _warm_prefill(self, rows: int, tokens: int) -> None:
         slots = np.full(rows, INVALID, np.int32)
         chunk = (np.zeros((rows, tokens), np.int32), np.zeros(rows, np.int32), np.zeros(rows, bool))
-        jax.block_until_ready(self.prefill(self.params, self.create_state(), slots, *chunk))
+        self._run_together(self.prefill, self.params, self.create_state(), slots, *chunk)
+
+    def _run_together(self, program, *arguments) -> None:
+        """Run a program with collectives for the first time: once every process has loaded and compiled what it takes,
+        because a collective does not wait long for who comes late (gloo: 30 s)."""
+        if jax.process_count() > 1:
+            program.lower(*arguments).compile()
+            wait_for_all()
+        jax.block_until_ready(program(*arguments))
 
     def _warm_export(self) -> None:
         jax.block_until_ready(self.export(self.create_state(), 0, 0))
@@ -114,7 +124,7 @@ class Programs:
         state = self.create_state()
         slots, none = np.full(1, INVALID, np.int32), np.int32(0)
         tags = self.claim(state, slots)
-        block = jax.device_put(jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), self.block), self.block_shardings)
+        block = spread(jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), self.block), self.block_shardings)
         jax.block_until_ready(self.insert(state, slots, tags, none, none, block))
 
     @property
@@ -146,7 +156,11 @@ def on_copies(program: Callable) -> Callable:
             return jax.tree.map(copied, argument)
         return argument.copy() if isinstance(argument, np.ndarray) else argument
 
-    return lambda *arguments: program(*map(copied, arguments))
+    def run(*arguments):
+        return program(*map(copied, arguments))
+
+    run.lower = getattr(program, "lower", None)  # type: ignore[attr-defined]
+    return run
 
 
 def checked(step: Callable, level: str, *static) -> Callable:

@@ -14,18 +14,35 @@ from jaxinfer.quantization.tensor import QuantizedTensor
 
 
 def make_mesh(devices: int, first: int = 0) -> Mesh:
-    """A mesh of `devices` devices from number `first` on. UserError when there are fewer."""
-    there, needed = jax.devices(), first + devices
-    if needed > len(there):
+    """A mesh of `devices` devices, the same number from each process, its own counted from `first`. UserError when there
+    are fewer."""
+    there = [jax.local_devices(process) for process in range(jax.process_count())]
+    each, rest = divmod(devices, len(there))
+    if rest:
+        raise UserError(f"{devices} devices do not come in equal parts from {len(there)} processes")
+    if (needed := first + each) > min(map(len, there)):
         raise UserError(
-            f"{needed} devices asked for, {len(there)} there; on the CPU, set the number before the first use of jax: "
-            f"--devices {needed} on the command line, or XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
+            f"{needed * len(there)} devices asked for, {sum(map(len, there))} there; on the CPU, set the number before "
+            f"the first use of jax: --devices {needed * len(there)} on the command line, or "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
         )
-    return Mesh(np.array(there[first:needed]), ("tp",))
+    return Mesh(np.array([device for own in there for device in own[first:needed]]), ("tp",))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
+
+
+def spread(tree, shardings):
+    """`tree`, or its only leaf, on the devices of `shardings`. Over several processes each puts what it has on its own
+    devices: all must have the same. `jax.device_put` would compare them first, with a collective for every array."""
+
+    def put(array, sharding):
+        if sharding.is_fully_addressable or not getattr(array, "is_fully_addressable", True):
+            return jax.device_put(array, sharding)
+        return jax.make_array_from_callback(array.shape, sharding, np.asarray(array).__getitem__)
+
+    return jax.tree.map(put, tree, shardings)
 
 
 def param_shardings(config: ModelConfig, params: Params, mesh: Mesh) -> Params:
