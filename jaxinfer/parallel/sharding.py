@@ -14,8 +14,8 @@ from jaxinfer.quantization.tensor import QuantizedTensor
 
 
 def make_mesh(devices: int, first: int = 0) -> Mesh:
-    """A mesh of `devices` devices, the same number from each process, its own counted from `first`. UserError when there
-    are fewer."""
+    """A mesh of `devices` devices, the same number from each process, counted from its number `first`. UserError when
+    there are fewer."""
     there = [jax.local_devices(process) for process in range(jax.process_count())]
     each, rest = divmod(devices, len(there))
     if rest:
