@@ -200,12 +200,14 @@ def test_a_page_that_fails_in_use_is_not_given_to_the_next(at_level):
         engine.step()
     path = list(engine.prefix.paths[engine._requests[victims[0]]])
     edit(engine, path[1].page, level)
-    late = engine.submit(text, SamplingParams(20, ignore_eos=True))
     done = {e.request: e.completion for e in engine.run() if e.completion}
     assert [done[i].finish_reason for i in victims] == ["integrity"] * 2
     assert path[0] in engine.prefix.tree and path[1] not in engine.prefix.tree
-    np.testing.assert_allclose(np.array(at_level.logits[late]), before, atol=TOLERANCE)
-    assert_sound(engine)
+    refusals = engine.counters.prefix_refusals
+    [late], [after] = ask(at_level, text, tokens=20)
+    assert late.tokens == cold.tokens and late.cached_tokens == PAGE
+    np.testing.assert_allclose(after, before, atol=TOLERANCE)
+    assert engine.counters.prefix_refusals == refusals  # it was not even offered the page
 
 
 # ---- anything in any order
