@@ -60,7 +60,7 @@ def _draw(logits, rows: SamplingState):
 
 
 def _likeliest(logits: Float[Array, "B V"]) -> Int32[Array, " B"]:
-    """The first of the largest, as argmax gives it, in two reductions that XLA vectorises on the CPU; argmax there takes
+    """The first of the largest, as argmax gives it, in two reductions that XLA vectorises on the CPU: argmax takes
     five times as long. Of a row with a NaN, the last token."""
     tokens = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     largest = logits == logits.max(axis=-1, keepdims=True)

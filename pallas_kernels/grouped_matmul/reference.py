@@ -1,5 +1,5 @@
-"""Grouped matmul in jnp: a loop over blocks of rows, each inside one group, a few blocks a turn and as many turns as the
-blocks need."""
+"""Grouped matmul in jnp: a loop over blocks of rows, each inside one group, a few blocks a turn and as many turns as
+the blocks need."""
 
 from collections.abc import Callable
 
