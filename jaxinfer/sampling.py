@@ -45,7 +45,7 @@ class Logprobs:
 
 def sample(logits: Float[Array, "B V"], rows: SamplingState) -> Int32[Array, " B"]:
     """The next token of each row; `rows` holds a row's settings in the order of the batch. Temperature 0 is greedy."""
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greedy = _likeliest(logits)
     draws = rows.temperature > 0
     drawn = jax.lax.cond(jnp.any(draws), lambda: _draw(logits, rows), lambda: greedy)
     return jnp.where(draws, drawn, greedy)
@@ -56,7 +56,15 @@ def _draw(logits, rows: SamplingState):
     kept = jnp.where(keep_mask(scaled, rows.top_k, rows.top_p, rows.min_p), scaled, -jnp.inf)
     keys = jax.vmap(lambda seed, n: jax.random.fold_in(jax.random.key(seed), n))(rows.seeds, rows.emitted)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(keys)
-    return jnp.argmax(kept + noise, axis=-1).astype(jnp.int32)
+    return _likeliest(kept + noise)
+
+
+def _likeliest(logits: Float[Array, "B V"]) -> Int32[Array, " B"]:
+    """The first of the largest, as argmax gives it, in two reductions that XLA vectorises on the CPU: argmax takes
+    five times as long. Of a row with a NaN, the last token."""
+    tokens = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    largest = logits == logits.max(axis=-1, keepdims=True)
+    return jnp.where(largest, tokens, logits.shape[-1] - 1).min(axis=-1)
 
 
 def keep_mask(logits: Float[Array, "B V"], top_k: Int32[Array, " B"], top_p, min_p):

@@ -19,8 +19,9 @@ def quantize_rows(x: Float[Array, "M K"]) -> tuple[Float[Array, "M K"], Float[Ar
     return jnp.clip(steps, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn).reshape(rows, inputs), scale
 
 
-def dequantize(weight: Float[Array, "N K"], scale: Float[Array, "N/128 K/128"]) -> Float[Array, "N K"]:
-    spread = jnp.repeat(jnp.repeat(scale, BLOCK, axis=0)[: weight.shape[0]], BLOCK, axis=1)[:, : weight.shape[1]]
+def dequantize(weight: Float[Array, "... N K"], scale: Float[Array, "... N/128 K/128"]) -> Float[Array, "... N K"]:
+    rows, columns = weight.shape[-2:]
+    spread = jnp.repeat(jnp.repeat(scale, BLOCK, axis=-2)[..., :rows, :], BLOCK, axis=-1)[..., :columns]
     return weight.astype(jnp.float32) * spread
 
 
@@ -46,5 +47,5 @@ def fp8_grouped_matmul(
     layer: Int32[Array, ""],
     counts: Int32[Array, " E"],
 ) -> Float[Array, "A N"]:
-    matrix = lambda expert: dequantize(weight[layer, expert], scale[layer, expert]).T  # noqa: E731
-    return grouped_matmul(rounded(x), matrix, counts, weight.shape[-2]).astype(x.dtype)
+    matrices = lambda experts: dequantize(weight[layer, experts], scale[layer, experts]).mT  # noqa: E731
+    return grouped_matmul(rounded(x), matrices, counts, weight.shape[-2]).astype(x.dtype)

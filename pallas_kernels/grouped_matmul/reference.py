@@ -1,10 +1,15 @@
-"""Grouped matmul in jnp: a loop over blocks of rows, each inside one group, with as many turns as there are blocks."""
+"""Grouped matmul in jnp: a loop over blocks of rows, each inside one group, a few blocks a turn and as many turns as
+the blocks need."""
 
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.grouped_matmul.blocks import row_blocks
+
+BLOCKS_A_TURN = 4  # a turn of one small product costs the CPU more in overhead than in arithmetic
 
 
 def block_rows(rows: int, groups: int) -> int:
@@ -14,29 +19,33 @@ def block_rows(rows: int, groups: int) -> int:
 
 def grouped_matmul(
     x: Float[Array, "A inputs"],
-    matrix: Callable[[Int32[Array, ""]], Float[Array, "inputs outputs"]],
+    matrices: Callable[[Int32[Array, " n"]], Float[Array, "n inputs outputs"]],
     counts: Int32[Array, " E"],
     outputs: int,
 ) -> Float[Array, "A outputs"]:
     """Row i times the matrix of its group; rows are sorted by group and `counts` says how many each has.
 
-    `matrix(e)` gives group e's matrix, and is asked only for groups that have rows. Rows beyond the last group give
-    zeros. Accumulates in float32. Any distribution is exact, empty groups and one group with all rows included.
+    `matrices(groups)` gives the matrices of a few groups, which repeat where one has many rows; nothing is asked for
+    when no group has rows. Rows beyond the last group give zeros. Accumulates in float32. Any distribution is exact,
+    empty groups and one group with all rows included.
     """
     rows = x.shape[0]
     size = block_rows(rows, counts.shape[0])
-    blocks = -(-counts // size)
-    last_block = jnp.cumsum(blocks)
-    start = jnp.cumsum(counts) - counts
-    padded = jnp.pad(x, ((0, size), (0, 0)))
+    blocks = row_blocks(counts, rows, size)
+    turn = min(BLOCKS_A_TURN, blocks.group.shape[0])
+    pad = -blocks.group.shape[0] % turn
+    groups, first = jnp.pad(blocks.group, (0, pad)), jnp.pad(blocks.first, (0, pad))
+    # A block may reach past its group's end: what it makes of those rows is not read.
+    parts = x.at[first[:, None] + jnp.arange(size)].get(mode="clip")
 
     def body(index, out):
-        group = jnp.searchsorted(last_block, index, side="right").astype(jnp.int32)
-        first = start[group] + (index - (last_block[group] - blocks[group])) * size
-        part = jax.lax.dynamic_slice_in_dim(padded, first, size)
-        product = jnp.matmul(part, matrix(group), preferred_element_type=jnp.float32)
-        # A block may reach past its group's end; the next group's block, which comes later, writes those rows again.
-        return jax.lax.dynamic_update_slice_in_dim(out, product.astype(x.dtype), first, axis=0)
+        some = lambda a: jax.lax.dynamic_slice_in_dim(a, index * turn, turn)  # noqa: E731
+        product = jnp.matmul(some(parts), matrices(some(groups)), preferred_element_type=jnp.float32)
+        return jax.lax.dynamic_update_slice_in_dim(out, product.astype(x.dtype), index * turn, axis=0)
 
-    out = jax.lax.fori_loop(0, last_block[-1], body, jnp.zeros((rows + size, outputs), x.dtype))
-    return jnp.where((jnp.arange(rows) < counts.sum())[:, None], out[:rows], 0)
+    needed = jnp.sum(blocks.last > blocks.first)
+    out = jax.lax.fori_loop(0, -(-needed // turn), body, jnp.zeros((*parts.shape[:2], outputs), x.dtype))
+    row = jnp.arange(rows)
+    block = (blocks.last <= row[:, None]).sum(axis=1)
+    mine = out.at[block, row - first.at[block].get(mode="clip")].get(mode="clip")
+    return jnp.where((row < counts.sum())[:, None], mine, 0)

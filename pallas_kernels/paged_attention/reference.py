@@ -28,10 +28,13 @@ def mla_attention(
     part), and the values are the latent itself. Query positions below 0 are padding and give zeros. Float32."""
 
     def keys_and_values(pages, valid):
-        entry = _gather(pool, layer, pages, valid, kv_scale)[:, :, None]
-        return entry, entry[..., :latent]
+        # Both whole, so that one read serves: XLA on the CPU would decode the pages again for values of another width.
+        entry = jax.lax.optimization_barrier(_gather(pool, layer, pages, valid, kv_scale)[:, :, None])
+        return entry, entry
 
-    return _attend(query, 1, keys_and_values, pool.shape[2], latent, page_table, lengths, positions, softmax_scale)
+    width = pool.shape[3]
+    out = _attend(query, 1, keys_and_values, pool.shape[2], width, page_table, lengths, positions, softmax_scale)
+    return out[..., :latent]
 
 
 def gqa_attention(

@@ -26,5 +26,5 @@ def w4a16_grouped_matmul(
     counts: Int32[Array, " E"],
     group: int,
 ) -> Float[Array, "A N"]:
-    matrix = lambda expert: dequantize(words[layer, expert], scale[layer, expert], group)  # noqa: E731
-    return grouped_matmul(x.astype(jnp.float32), matrix, counts, scale.shape[-1]).astype(x.dtype)
+    matrices = lambda experts: dequantize(words[layer, experts], scale[layer, experts], group)  # noqa: E731
+    return grouped_matmul(x.astype(jnp.float32), matrices, counts, scale.shape[-1]).astype(x.dtype)
