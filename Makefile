@@ -1,10 +1,11 @@
 # make run    run the quick ablation, or whatever ARGS says: make run ARGS="generate --help"
 # make test   lint, type check and tests
-# Each builds what it needs in $(VENV) first. Variables: PYTHON, VENV, ARGS, PYTEST_ARGS.
+# Each builds what it needs in $(VENV) first. Variables: PYTHON, VENV, ARGS, PYTEST_ARGS, WORKERS (processes of pytest).
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+WORKERS ?= 2
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -31,7 +32,7 @@ typecheck: $(VENV)/.installed-dev ## types, by mypy
 
 pytest: $(VENV)/.installed-dev ## tests only: make pytest PYTEST_ARGS="-k cache"
 	@echo "Running the tests"
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 clean: ## remove $(VENV) and everything that was built or cached
 	@echo "Removing $(VENV), builds and caches"
