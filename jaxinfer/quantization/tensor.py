@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int32, Shaped
 from jaxinfer.errors import UserError
 from jaxinfer.parallel.kernels import current
 from jaxinfer.quantization.formats import FP8_BLOCK, WeightFormat, to_e4m3
-from pallas_kernels.bf16_matmul import bf16_grouped_matmul, bf16_heads_matmul, bf16_matmul, takes
+from pallas_kernels.bf16_matmul import bf16_grouped_matmul, bf16_heads_matmul, bf16_matmul, fp8_heads_matmul, takes
 from pallas_kernels.fp8_matmul import fp8_grouped_matmul, fp8_matmul
 from pallas_kernels.grouped_matmul import grouped_matmul as plain_grouped_matmul
 from pallas_kernels.w4a16_matmul import w4a16_grouped_matmul, w4a16_matmul
@@ -148,13 +148,19 @@ def heads_matmul(
     x: Float[Array, "... H K"], weight: Weight, layer: Int32[Array, ""], transposed: bool
 ) -> Float[Array, "... H N"]:
     """Each head of `x` times its columns of `weight[layer]`, or their transpose; columns are split by head. The rest as
-    in `matmul`, but a quantised weight is expanded."""
+    in `matmul`, but kernels don't round `x` to e4m3 and take no int4, which is expanded."""
     *shape, heads, inputs = x.shape
-    if call := _kernel_for(x, weight, (bf16_heads_matmul, None, None)):
-        axis = current().axis("heads", heads)
-        rows, columns = P(None, axis, None), P(None, None, axis)
-        spread = current().split(functools.partial(call, transposed=transposed), (rows, columns, P()), rows)
-        return spread(x.reshape(-1, heads, inputs), weight, layer).reshape(*shape, heads, -1)
+    quantized = isinstance(weight, QuantizedTensor)
+    sizes = (weight.data.shape[-2], weight.scale.shape[-2], heads) if quantized else (heads,)
+    axis = current().axis("heads", *sizes)
+    whole = axis == current().axis("heads", heads)  # else scales lie whole where their weights are split
+    call = _kernel_for(x, weight, (bf16_heads_matmul, None, fp8_heads_matmul)) if whole else None
+    if call and not (quantized and weight.shape[-1] // heads % 64):
+        rows, columns = P(None, axis, None), P(None, axis, None) if quantized else P(None, None, axis)
+        parts = (weight.data, weight.scale) if quantized else (weight,)
+        call = functools.partial(call, transposed=transposed)
+        spread = current().split(call, (rows, *[columns] * len(parts), P()), rows)
+        return spread(x.reshape(-1, heads, inputs), *parts, layer).reshape(*shape, heads, -1)
     matrix = dequantize(take(weight, layer), x.dtype).reshape(weight.shape[-2], heads, -1)
     return jnp.einsum("...hd,chd->...hc" if transposed else "...hc,chd->...hd", x, matrix)
 

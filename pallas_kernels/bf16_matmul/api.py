@@ -8,6 +8,7 @@ On an H200 the plain product is bound by bytes up to some 210 rows. Weights come
 layer to use: XLA's own products are calls of a library that take a copy of the layer.
 """
 
+import dataclasses
 from functools import partial
 
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from pallas_kernels.bf16_matmul import reference
 from pallas_kernels.bf16_matmul.triton import CHUNK, block_matmul
 from pallas_kernels.grouped_matmul.blocks import even_blocks, row_blocks
 from pallas_kernels.grouped_matmul.launch import Tuning, height, splits
-from pallas_kernels.implementation import run
+from pallas_kernels.implementation import first_problem, not_addressable, run
 
 TYPES = (jnp.bfloat16, jnp.float16)
 
@@ -94,6 +95,37 @@ def bf16_heads_matmul(
 
     plain = partial(reference.bf16_heads_matmul, transposed=transposed)
     return run(implementation, plain, kernel, x, weight, layer, problem=_problem(x, weight))
+
+
+def fp8_heads_matmul(
+    x: Float[Array, "M H K"],
+    weight: Float[Array, "L H*D C"],
+    scale: Float[Array, "L H*D/128 C/128"],
+    layer: Int32[Array, ""],
+    *,
+    transposed: bool,
+    implementation: str = "auto",
+) -> Float[Array, "M H N"]:
+    """`bf16_heads_matmul` with weights as `fp8_matmul` has them, outputs by inputs. `x` is not rounded to e4m3: what is
+    multiplied are the weights' values, exact. D must be a multiple of 64, or the kernel can't take it."""
+    heads, width = x.shape[1], weight.shape[-2] // x.shape[1]
+    _check(weight.shape[-2], heads * width, x, weight)
+    _check(x.shape[-1], width if transposed else weight.shape[-1], x, weight)
+
+    def kernel(x, weight, scale, layer, interpret):
+        outputs = weight.shape[2] if transposed else width
+        tuning = heads_tuning(x.shape[0], heads, x.shape[-1], outputs)
+        columns = 128 if transposed or width % 128 == 0 else 64
+        tuning = dataclasses.replace(tuning, columns=columns)
+        by_head = weight.reshape(weight.shape[0], heads, width, weight.shape[2])
+        blocks, order = even_blocks(x.shape[0], tuning.rows, heads), "gkn" if transposed else "gnk"
+        return block_matmul(x, by_head, order, layer, blocks, x.dtype, tuning, interpret, scale)
+
+    plain = partial(reference.fp8_heads_matmul, transposed=transposed)
+    types = None if x.dtype in TYPES else f"activations in {x.dtype}: the kernel takes bfloat16 and float16"
+    widths = f"heads {width} wide: the FP8 kernel takes multiples of {CHUNK}" if width % CHUNK else None
+    problem = first_problem(types, widths, not_addressable("the weights", weight))
+    return run(implementation, plain, kernel, x, weight, scale, layer, problem=problem)
 
 
 def plain_tuning(rows: int, inputs: int, outputs: int) -> Tuning:
