@@ -66,6 +66,11 @@ class QuantizedTensor:
 Weight = jax.Array | QuantizedTensor
 
 
+def parts_of(weight: Weight) -> tuple[jax.Array, ...]:
+    """The arrays that `weight` is kept in."""
+    return (weight.data, weight.scale) if isinstance(weight, QuantizedTensor) else (weight,)
+
+
 def quantize(weight: Float[Array, "... inputs outputs"], format: WeightFormat) -> Weight:
     """`weight` in `format`, rounded to nearest. UserError where the group size does not divide the inputs.
 
@@ -150,14 +155,14 @@ def heads_matmul(
     """Each head of `x` times its columns of `weight[layer]`, or their transpose; columns are split by head. The rest as
     in `matmul`, but kernels don't round `x` to e4m3 and take no int4, which is expanded."""
     *shape, heads, inputs = x.shape
-    quantized = isinstance(weight, QuantizedTensor)
-    sizes = (weight.data.shape[-2], weight.scale.shape[-2], heads) if quantized else (heads,)
-    axis = current().axis("heads", *sizes)
-    whole = axis == current().axis("heads", heads)  # else scales lie whole where their weights are split
-    call = _kernel_for(x, weight, (bf16_heads_matmul, None, fp8_heads_matmul)) if whole else None
-    if call and not (quantized and weight.shape[-1] // heads % 64):
+    quantized, parts = isinstance(weight, QuantizedTensor), parts_of(weight)
+    axis = current().axis("heads", heads)
+    # A head is whole tiles, and scales lie split as their weights do.
+    aligned = weight.shape[-1] // heads % 64 == 0
+    fits = not quantized or (aligned and current().axis("heads", parts[1].shape[-2]) == axis)
+    call = _kernel_for(x, weight, (bf16_heads_matmul, None, fp8_heads_matmul)) if fits else None
+    if call:
         rows, columns = P(None, axis, None), P(None, axis, None) if quantized else P(None, None, axis)
-        parts = (weight.data, weight.scale) if quantized else (weight,)
         call = functools.partial(call, transposed=transposed)
         spread = current().split(call, (rows, *[columns] * len(parts), P()), rows)
         return spread(x.reshape(-1, heads, inputs), *parts, layer).reshape(*shape, heads, -1)
@@ -192,9 +197,8 @@ def _kernel_for(x, weight: Weight, calls: tuple[Callable | None, Callable | None
 def _kernel(call, x, weight: Weight, layer, axes: tuple[str, str], *counts):
     """A kernel on every device's part of the weight: whole groups of inputs, whose products are then summed, or some
     of the outputs."""
-    setting, quantized = current(), isinstance(weight, QuantizedTensor)
-    stored = weight.format.stored_axes(axes) if quantized else axes
-    parts = (weight.data, weight.scale) if quantized else (weight,)
+    setting, parts = current(), parts_of(weight)
+    stored = weight.format.stored_axes(axes) if isinstance(weight, QuantizedTensor) else axes
     split = {a: setting.axis(a, *(p.shape[i - 2] for p in parts)) for i, a in enumerate(stored)}
     inputs, outputs = split[axes[0]], split[axes[1]]
     part = P(*[None] * (parts[0].ndim - 2), *(split[axis] for axis in stored))

@@ -1,6 +1,7 @@
 """The products with 16-bit weights of the models that jaxinfer plans for, on one of eight GPUs, and small ones for
 tests."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -61,7 +62,7 @@ class BF16Case(Case):
         if self.counts:
             return bf16_grouped_matmul(x, weight, layer, *rest, implementation=implementation)
         if self.heads > 1:
-            op = fp8_heads_matmul if self.fp8 else bf16_heads_matmul
+            op: Callable = fp8_heads_matmul if self.fp8 else bf16_heads_matmul
             return op(x, weight, *rest, layer, transposed=self.transposed, implementation=implementation)
         return bf16_matmul(x, weight, layer, dtype=jnp.dtype(self.result), implementation=implementation)
 

@@ -40,8 +40,8 @@ def block_matmul(
     sizes = dict(zip(order, weight.shape[1:], strict=True))
     kernel = partial(_kernel, order=order, sizes=sizes, tuning=tuning)
     operands = (x, weight) if scale is None else (x, weight, scale)
-    options = {"shape": (*x.shape[:2], sizes["n"]), "dtype": dtype, "tuning": tuning, "interpret": interpret}
-    return launch(kernel, "w16a16", layer, blocks, *operands, **options)
+    shape = (*x.shape[:2], sizes["n"])
+    return launch(kernel, "w16a16", layer, blocks, operands, shape, dtype, tuning, interpret)
 
 
 def _kernel(layer, group_of, first_of, last_of, x, weight, *rest, order: str, sizes: dict[str, int], tuning: Tuning):

@@ -30,9 +30,9 @@ def block_matmul(
 ) -> Float[Array, "A N"]:
     """Rows of each block times its group's matrix, in the type of `x`. Rows in no block are left undefined."""
     values, row_scale = quantize_rows(x)
-    shape = (x.shape[0], weight.shape[-2])
-    options = {"shape": shape, "dtype": x.dtype, "tuning": tuning, "interpret": interpret}
-    return launch(partial(_kernel, tuning=tuning), "fp8", layer, blocks, values, row_scale.T, weight, scale, **options)
+    kernel, shape = partial(_kernel, tuning=tuning), (x.shape[0], weight.shape[-2])
+    operands = (values, row_scale.T, weight, scale)
+    return launch(kernel, "fp8", layer, blocks, operands, shape, x.dtype, tuning, interpret)
 
 
 def _kernel(layer, group_of, first_of, last_of, x, row_scale, weight, scale, out, *, tuning: Tuning):

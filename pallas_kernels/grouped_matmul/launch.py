@@ -43,7 +43,7 @@ def launch(
     name: str,
     layer: Int32[Array, ""],
     blocks: RowBlocks,
-    *operands: jax.Array,
+    operands: tuple[jax.Array, ...],
     shape: tuple[int, ...],
     dtype,
     tuning: Tuning,

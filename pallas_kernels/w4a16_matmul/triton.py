@@ -33,8 +33,8 @@ def block_matmul(
     """Rows of each block times its group's matrix, in the type of `x`. Rows in no block are left undefined."""
     inputs, shape = x.shape[1], (x.shape[0], scale.shape[-1])
     kernel = partial(_kernel, inputs=inputs, group=inputs // scale.shape[-2], tuning=tuning)
-    options = {"shape": shape, "dtype": x.dtype, "tuning": tuning, "interpret": interpret}
-    return launch(kernel, "w4a16", layer, blocks, by_plane(x), words, scale, **options)
+    operands = (by_plane(x), words, scale)
+    return launch(kernel, "w4a16", layer, blocks, operands, shape, x.dtype, tuning, interpret)
 
 
 def _kernel(layer, group_of, first_of, last_of, x, words, scale, out, *, inputs: int, group: int, tuning: Tuning):

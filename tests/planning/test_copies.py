@@ -61,7 +61,7 @@ def test_no_layer_is_copied(monkeypatch, weights, kv, prefill):
     precision, mesh = Precision.parse(weights, kv), deviceless.mesh(GPUS, "tp")
     capacity = Capacity(2 * 10**9, 10**9, sum(FEW.attention.entries.values()) * FEW.layers * precision.kv.itemsize)
     engine = engine_config(precision, capacity, GPUS, context=1024).replace(
-        max_slots=4, decode_buckets=(4,), prefill_buckets=((1, 4),)
+        max_slots=1, decode_buckets=(1,), prefill_buckets=((1, 1),)
     )
     program = compile_step(FEW, engine, mesh, prefill)
     pool = f"[{FEW.layers},{engine.num_pages},{engine.page_size},{sum(FEW.attention.entries.values())}]"
