@@ -36,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.evaluation.table import Table, check_writable, run_meta, write
+from pallas_kernels.bf16_matmul import shapes as bf16
 from pallas_kernels.case import Case
 from pallas_kernels.fp8_matmul import shapes as fp8
 from pallas_kernels.fp8_matmul.shapes import FP8Case
@@ -44,7 +45,7 @@ from pallas_kernels.paged_attention.shapes import GQACase, MLACase
 from pallas_kernels.w4a16_matmul import shapes as w4a16
 from pallas_kernels.w4a16_matmul.shapes import W4A16Case
 
-SMALL: tuple[Case, ...] = (*w4a16.SMALL, *fp8.SMALL, *attention.SMALL)
+SMALL: tuple[Case, ...] = (*w4a16.SMALL, *fp8.SMALL, *bf16.SMALL, *attention.SMALL)
 # The first of each op first, so that a budget that runs out leaves the further shapes of each.
 MLA, GQA = ([case for case in attention.LISTED if case.kernel == name] for name in ("paged_mla", "paged_gqa"))
 # In turns, so that a budget that runs out leaves some shapes of each op measured.

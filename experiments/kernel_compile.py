@@ -26,12 +26,13 @@ from jaxinfer.errors import UserError
 from jaxinfer.evaluation.table import Table, check_writable, run_meta, write
 from jaxinfer.planning import deviceless, machine_code
 from jaxinfer.planning.machine_code import MachineCode
+from pallas_kernels.bf16_matmul import shapes as bf16
 from pallas_kernels.case import Case
 from pallas_kernels.fp8_matmul import shapes as fp8
 from pallas_kernels.paged_attention import shapes as attention
 from pallas_kernels.w4a16_matmul import shapes as w4a16
 
-CASES: tuple[Case, ...] = (*attention.LISTED, *w4a16.LISTED, *fp8.LISTED)
+CASES: tuple[Case, ...] = (*attention.LISTED, *w4a16.LISTED, *fp8.LISTED, *bf16.LISTED)
 BYTES_PER_S = 4.8e12
 FLOPS_PER_S = {"fp8": 1979e12}  # dense, by NVIDIA's data sheet
 BF16_FLOPS_PER_S = 989e12

@@ -102,17 +102,14 @@ class MLA(nnx.Module):
         return self.output(out.reshape(*shape, -1), layer)
 
     def paged(self, x: Float[Array, "B T D"], layer, pool_layer, context: PagedContext, cache: KVCache):
-        dims, shape = self.dims, x.shape[:2]
+        shape = x.shape[:2]
         nope, rope = self._queries(x, layer, context.positions)
         latent, shared = self._latents(x, layer, context.positions)
         cache = cache.write("latent", pool_layer, context, jnp.concatenate([latent, shared], -1))
-        key_up = self.key_up.matrix(layer, x.dtype).reshape(dims.kv_lora, dims.heads, dims.nope_dim)
-        absorbed = jnp.einsum("bthn,chn->bthc", nope, key_up)
+        absorbed = self.key_up.by_head(nope, layer, transposed=True)
         out = self._attend(jnp.concatenate([absorbed, rope], -1), pool_layer, context, cache)
-        value_up = self.value_up.matrix(layer, x.dtype).reshape(dims.kv_lora, dims.heads, dims.v_dim)
-        values = jnp.einsum("bthc,chv->bthv", out.astype(x.dtype), value_up)
+        values = self.value_up.by_head(out.astype(x.dtype), layer)
         return self.output(values.reshape(*shape, -1), layer), cache
-
 
     def _attend(self, query, pool_layer, context: PagedContext, cache: KVCache):
         """Each device has some of the heads and all of the latents."""

@@ -83,7 +83,10 @@ class Decoder(nnx.Module):
             yield self.sparse, self.config.moe_layers, self.config.dense_layers
 
     def embed(self, tokens: Int32[Array, "B T"], dtype) -> Float[Array, "B T D"]:
-        return self.embedding.get_value()[jnp.maximum(tokens, 0)].astype(dtype)
+        # Two rows at least: XLA turns the gather of one into a slice, for which every device fetches the whole table.
+        places = jnp.maximum(tokens, 0).reshape(-1)
+        rows = self.embedding.get_value()[jnp.resize(places, max(2, places.size))][: places.size]
+        return rows.astype(dtype).reshape(*tokens.shape, -1)
 
     def logits(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Float32 logits of hidden states."""

@@ -4,7 +4,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from jaxinfer.models.parameter import parameter
-from jaxinfer.quantization.tensor import dequantize, matmul, take
+from jaxinfer.quantization.tensor import heads_matmul, matmul
 
 
 class Linear(nnx.Module):
@@ -22,6 +22,8 @@ class Linear(nnx.Module):
         y = matmul(x, self.weight.get_value(), layer, self.axes)
         return y if self.bias is None else y + self.bias.get_value()[layer].astype(y.dtype)
 
-    def matrix(self, layer: Int32[Array, ""], dtype) -> Float[Array, "inputs outputs"]:
-        """The layer's matrix in `dtype`, for products that are not `x @ W` (absorbed attention)."""
-        return dequantize(take(self.weight.get_value(), layer), dtype)
+    def by_head(
+        self, x: Float[Array, "... H K"], layer: Int32[Array, ""], transposed: bool = False
+    ) -> Float[Array, "... H N"]:
+        """Each head of `x` times its columns of the matrix, or (`transposed`) times their transpose."""
+        return heads_matmul(x, self.weight.get_value(), layer, transposed)

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxinfer.config import MoEConfig
 from jaxinfer.models.parameter import parameter
+from jaxinfer.quantization.tensor import exact_matmul
 
 
 class Router(nnx.Module):
@@ -24,9 +25,7 @@ class Router(nnx.Module):
     ) -> tuple[Int32[Array, "N K"], Float[Array, "N K"]]:
         """Experts of each token and their weights, float32."""
         config = self.config
-        logits = jnp.matmul(
-            x.astype(jnp.float32), self.weight.get_value()[layer].astype(jnp.float32), precision="highest"
-        )
+        logits = exact_matmul(x, self.weight.get_value(), layer)
         scores = jax.nn.sigmoid(logits) if config.score == "sigmoid" else jax.nn.softmax(logits, axis=-1)
         choice = scores + self.bias.get_value()[layer]
         if config.groups > 1:

@@ -5,6 +5,8 @@ Weights lie as `[..., inputs, outputs]` with any number of leading stack axes (l
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -15,6 +17,7 @@ from jaxtyping import Array, Float, Int32, Shaped
 from jaxinfer.errors import UserError
 from jaxinfer.parallel.kernels import current
 from jaxinfer.quantization.formats import FP8_BLOCK, WeightFormat, to_e4m3
+from pallas_kernels.bf16_matmul import bf16_grouped_matmul, bf16_heads_matmul, bf16_matmul, fp8_heads_matmul, takes
 from pallas_kernels.fp8_matmul import fp8_grouped_matmul, fp8_matmul
 from pallas_kernels.grouped_matmul import grouped_matmul as plain_grouped_matmul
 from pallas_kernels.w4a16_matmul import w4a16_grouped_matmul, w4a16_matmul
@@ -61,6 +64,11 @@ class QuantizedTensor:
 
 
 Weight = jax.Array | QuantizedTensor
+
+
+def parts_of(weight: Weight) -> tuple[jax.Array, ...]:
+    """The arrays that `weight` is kept in."""
+    return (weight.data, weight.scale) if isinstance(weight, QuantizedTensor) else (weight,)
 
 
 def quantize(weight: Float[Array, "... inputs outputs"], format: WeightFormat) -> Weight:
@@ -115,18 +123,51 @@ def dequantize(weight: Weight, dtype=jnp.float32) -> Float[Array, "... inputs ou
 
 
 def matmul(
-    x: Float[Array, "... inputs"], weight: Weight, layer: Int32[Array, ""], axes: tuple[str, str] = ("", "")
+    x: Float[Array, "... inputs"],
+    weight: Weight,
+    layer: Int32[Array, ""],
+    axes: tuple[str, str] = ("", ""),
 ) -> Float[Array, "... outputs"]:
     """`x @ weight[layer]`, accumulated in float32, in the type of `x`. `axes`: logical names of inputs and outputs.
 
-    Where kernels run (`parallel.kernels`) a quantised weight is read as it is kept, and FP8 products round `x` too, to
-    e4m3 over each 128 inputs of a row.
+    Where kernels run (`parallel.kernels`) a weight is read as it is kept, and FP8 products round `x` too, to e4m3 over
+    each 128 inputs of a row.
     """
-    if isinstance(weight, QuantizedTensor) and current().used:
-        call = {"int4": w4a16_matmul, "fp8_e4m3": fp8_matmul}[weight.format.kind]
+    if call := _kernel_for(x, weight, (bf16_matmul, w4a16_matmul, fp8_matmul)):
         return _kernel(call, x.reshape(-1, x.shape[-1]), weight, layer, axes).reshape(*x.shape[:-1], weight.shape[-1])
     matrix = dequantize(take(weight, layer), x.dtype)
     return jnp.matmul(x, matrix, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+def exact_matmul(
+    x: Float[Array, "N inputs"], weight: Float[Array, "L inputs outputs"], layer: Int32[Array, ""]
+) -> Float[Array, "N outputs"]:
+    """`x @ weight[layer]` in float32, of a plain weight that is whole on every device. Kernels take 16-bit operands as
+    they are: their products are exact in float32."""
+    if call := _kernel_for(x, weight, (bf16_matmul, None, None)):
+        return _kernel(functools.partial(call, dtype=jnp.float32), x, weight, layer, ("", ""))
+    return jnp.matmul(x.astype(jnp.float32), weight[layer].astype(jnp.float32), precision="highest")
+
+
+def heads_matmul(
+    x: Float[Array, "... H K"], weight: Weight, layer: Int32[Array, ""], transposed: bool
+) -> Float[Array, "... H N"]:
+    """Each head of `x` times its columns of `weight[layer]`, or their transpose; columns are split by head. The rest as
+    in `matmul`, but kernels don't round `x` to e4m3 and take no int4, which is expanded."""
+    *shape, heads, inputs = x.shape
+    quantized, parts = isinstance(weight, QuantizedTensor), parts_of(weight)
+    axis = current().axis("heads", heads)
+    # A head is whole tiles, and scales lie split as their weights do.
+    aligned = weight.shape[-1] // heads % 64 == 0
+    fits = not quantized or (aligned and current().axis("heads", parts[1].shape[-2]) == axis)
+    call = _kernel_for(x, weight, (bf16_heads_matmul, None, fp8_heads_matmul)) if fits else None
+    if call:
+        rows, columns = P(None, axis, None), P(None, axis, None) if quantized else P(None, None, axis)
+        call = functools.partial(call, transposed=transposed)
+        spread = current().split(call, (rows, *[columns] * len(parts), P()), rows)
+        return spread(x.reshape(-1, heads, inputs), *parts, layer).reshape(*shape, heads, -1)
+    matrix = dequantize(take(weight, layer), x.dtype).reshape(weight.shape[-2], heads, -1)
+    return jnp.einsum("...hd,chd->...hc" if transposed else "...hc,chd->...hd", x, matrix)
 
 
 def grouped_matmul(
@@ -138,20 +179,29 @@ def grouped_matmul(
 ) -> Float[Array, "A outputs"]:
     """Rows sorted by expert, each times `weight[layer, expert]`; `counts` says how many rows each expert has. The rest
     as in `matmul`."""
-    if isinstance(weight, QuantizedTensor) and current().used:
-        call = {"int4": w4a16_grouped_matmul, "fp8_e4m3": fp8_grouped_matmul}[weight.format.kind]
+    if call := _kernel_for(x, weight, (bf16_grouped_matmul, w4a16_grouped_matmul, fp8_grouped_matmul)):
         return _kernel(call, x, weight, layer, axes, counts)
     return plain_grouped_matmul(x, lambda e: dequantize(take(weight, layer, e), x.dtype), counts, weight.shape[-1])
 
 
-def _kernel(call, x, weight: QuantizedTensor, layer, axes: tuple[str, str], *counts):
+def _kernel_for(x, weight: Weight, calls: tuple[Callable | None, Callable | None, Callable | None]) -> Callable | None:
+    """Of the kernels for plain, int4 and FP8 weights, the one that takes these; none where kernels don't run."""
+    plain, int4, fp8 = calls
+    if not current().used:
+        return None
+    if isinstance(weight, QuantizedTensor):
+        return int4 if weight.format.kind == "int4" else fp8
+    return plain if takes(x, weight) else None
+
+
+def _kernel(call, x, weight: Weight, layer, axes: tuple[str, str], *counts):
     """A kernel on every device's part of the weight: whole groups of inputs, whose products are then summed, or some
     of the outputs."""
-    setting = current()
-    stored = weight.format.stored_axes(axes)
-    split = {a: setting.axis(a, *(p.shape[i - 2] for p in (weight.data, weight.scale))) for i, a in enumerate(stored)}
+    setting, parts = current(), parts_of(weight)
+    stored = weight.format.stored_axes(axes) if isinstance(weight, QuantizedTensor) else axes
+    split = {a: setting.axis(a, *(p.shape[i - 2] for p in parts)) for i, a in enumerate(stored)}
     inputs, outputs = split[axes[0]], split[axes[1]]
-    part = P(*[None] * (weight.data.ndim - 2), *(split[axis] for axis in stored))
-    operands = (P(None, inputs), part, part, P(), *[P()] * len(counts))
+    part = P(*[None] * (parts[0].ndim - 2), *(split[axis] for axis in stored))
+    operands = (P(None, inputs), *[part] * len(parts), P(), *[P()] * len(counts))
     spread = setting.split(call, operands, P(None, outputs), over=inputs)
-    return spread(x, weight.data, weight.scale, layer, *counts)
+    return spread(x, *parts, layer, *counts)

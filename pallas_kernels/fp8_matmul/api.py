@@ -13,11 +13,10 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.fp8_matmul import reference
 from pallas_kernels.fp8_matmul.reference import BLOCK
-from pallas_kernels.fp8_matmul.triton import Tuning, block_matmul
-from pallas_kernels.grouped_matmul.blocks import RowBlocks, row_blocks
+from pallas_kernels.fp8_matmul.triton import block_matmul
+from pallas_kernels.grouped_matmul.blocks import even_blocks, row_blocks
+from pallas_kernels.grouped_matmul.launch import Tuning, height, splits
 from pallas_kernels.implementation import first_problem, not_addressable, run
-
-MULTIPROCESSORS = 132  # of an H200
 
 
 def fp8_matmul(
@@ -37,8 +36,7 @@ def fp8_matmul(
 
     def kernel(x, weight, scale, layer, interpret):
         tuning = plain_tuning(x.shape[0], x.shape[1], weight.shape[-2])
-        first = jnp.arange(-(-x.shape[0] // tuning.rows), dtype=jnp.int32) * tuning.rows
-        blocks = RowBlocks(jnp.zeros_like(first), first, jnp.minimum(first + tuning.rows, x.shape[0]))
+        blocks = even_blocks(x.shape[0], tuning.rows)
         return block_matmul(x, weight[:, None], scale[:, None], layer, blocks, tuning, interpret)
 
     problem = _problem(weight, scale)
@@ -69,23 +67,21 @@ def fp8_grouped_matmul(
 
 
 def plain_tuning(rows: int, inputs: int, outputs: int) -> Tuning:
-    """Launch parameters: for few rows as many parts of the inputs as it takes to occupy the GPU."""
-    height = min(128, max(16, 1 << (rows - 1).bit_length()))
-    programs = -(-rows // height) * -(-outputs // BLOCK)
-    wanted = MULTIPROCESSORS * (2 if height == 16 else 1)
-    splits = min(max(1, wanted // programs), inputs // BLOCK) if rows <= 128 else 1
-    return Tuning(height, splits, *_launch(height))
+    """Launch parameters of a plain product."""
+    size = height(rows)
+    programs = -(-rows // size) * -(-outputs // BLOCK)
+    return Tuning(size, BLOCK, splits(rows, programs, inputs // BLOCK), *_launch(size))
 
 
 def grouped_tuning(rows: int, groups: int) -> Tuning:
     """Launch parameters: blocks of about an even share of the rows."""
-    height = min(128, max(16, 1 << (max(rows // groups, 1) - 1).bit_length()))
-    return Tuning(height, 1, *_launch(height))
+    size = height(max(rows // groups, 1))
+    return Tuning(size, BLOCK, 1, *_launch(size))
 
 
-def _launch(height: int) -> tuple[int, int]:
+def _launch(size: int) -> tuple[int, int]:
     """Warps and stages."""
-    return (4, 4) if height <= 64 else (8, 4)
+    return (4, 4) if size <= 64 else (8, 4)
 
 
 def _check(x, weight, scale) -> None:

@@ -5,10 +5,8 @@ block's scale and added to a float32 total (arXiv:2412.19437, section 3.3.2). Bo
 together in memory, since those tensor cores can't transpose: hence weights are outputs by inputs.
 """
 
-from dataclasses import dataclass
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -17,17 +15,8 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.fp8_matmul.reference import BLOCK, quantize_rows
 from pallas_kernels.grouped_matmul.blocks import RowBlocks
+from pallas_kernels.grouped_matmul.launch import Tuning, launch, share
 from pallas_kernels.triton_primitives import dot_e4m3, multiply_add
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """Rows of a program (it has 128 outputs), parts that the inputs are split in, and launch parameters."""
-
-    rows: int
-    splits: int
-    warps: int
-    stages: int
 
 
 def block_matmul(
@@ -40,25 +29,10 @@ def block_matmul(
     interpret: bool,
 ) -> Float[Array, "A N"]:
     """Rows of each block times its group's matrix, in the type of `x`. Rows in no block are left undefined."""
-    rows, outputs = x.shape[0], weight.shape[-2]
     values, row_scale = quantize_rows(x)
-    shape = (tuning.splits, rows, outputs)
-    operands = (layer.reshape(1), blocks.group, blocks.first, blocks.last, values, row_scale.T, weight, scale)
-    parts = pl.pallas_call(
-        partial(_kernel, tuning=tuning),
-        grid=(blocks.group.shape[0], -(-outputs // BLOCK), tuning.splits),
-        in_specs=[_whole(operand.shape) for operand in operands],
-        out_specs=_whole(shape),
-        out_shape=jax.ShapeDtypeStruct(shape, jnp.float32 if tuning.splits > 1 else x.dtype),
-        compiler_params=plgpu.CompilerParams(num_warps=tuning.warps, num_stages=tuning.stages),
-        interpret=interpret,
-        name="fp8",
-    )(*operands)
-    return parts.sum(axis=0).astype(x.dtype) if tuning.splits > 1 else parts[0]
-
-
-def _whole(shape: tuple[int, ...]) -> pl.BlockSpec:
-    return pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
+    kernel, shape = partial(_kernel, tuning=tuning), (x.shape[0], weight.shape[-2])
+    operands = (values, row_scale.T, weight, scale)
+    return launch(kernel, "fp8", layer, blocks, operands, shape, x.dtype, tuning, interpret)
 
 
 def _kernel(layer, group_of, first_of, last_of, x, row_scale, weight, scale, out, *, tuning: Tuning):
@@ -85,10 +59,7 @@ def _kernel(layer, group_of, first_of, last_of, x, row_scale, weight, scale, out
         spread = jnp.broadcast_to(steps[None, :], total.shape)
         return multiply_add(dot_e4m3(left, right.T), spread, total), next_steps
 
-    chunks = inputs // BLOCK
-    share = -(-chunks // tuning.splits)
-    start = split * jnp.int32(share)
-    stop = jnp.where(last > first, jnp.minimum(start + share, chunks), start)  # a block with no rows reads nothing
+    start, stop = share(first, last, inputs // BLOCK, tuning)
     total = jnp.zeros((BLOCK, tuning.rows), jnp.float32)
     total, _ = lax.fori_loop(start, stop, body, (total, steps_of(start)))
     inside = used[:, None] & (outputs > column.T)

@@ -17,6 +17,13 @@ class RowBlocks:
     last: Int32[Array, " blocks"]
 
 
+def even_blocks(rows: int, size: int, groups: int = 1) -> RowBlocks:
+    """Blocks of up to `size` of the same `rows` for each group."""
+    first = jnp.tile(jnp.arange(-(-rows // size), dtype=jnp.int32) * size, groups)
+    group = jnp.repeat(jnp.arange(groups, dtype=jnp.int32), first.shape[0] // groups)
+    return RowBlocks(group, first, jnp.minimum(first + size, rows))
+
+
 def most_blocks(rows: int, groups: int, size: int) -> int:
     """Blocks that the worst distribution needs: every group that can have rows ends with one that isn't full."""
     used = min(rows, groups)

@@ -8,18 +8,17 @@ On an H200 the plain product is bound by bytes up to some 110 rows. Weights come
 layer to use: a kernel that takes a slice of an array makes XLA copy the slice.
 """
 
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, UInt16
 
-from pallas_kernels.grouped_matmul.blocks import RowBlocks, row_blocks
+from pallas_kernels.grouped_matmul.blocks import even_blocks, row_blocks
+from pallas_kernels.grouped_matmul.launch import Tuning, height, splits
 from pallas_kernels.implementation import first_problem, not_addressable, run
 from pallas_kernels.w4a16_matmul import reference
 from pallas_kernels.w4a16_matmul.layout import BLOCK, CHUNK, GROUPS, WORDS
-from pallas_kernels.w4a16_matmul.triton import Tuning, block_matmul
+from pallas_kernels.w4a16_matmul.triton import block_matmul
 
 ACTIVATIONS = (jnp.bfloat16, jnp.float16)
-MULTIPROCESSORS = 132  # of an H200
 
 
 def w4a16_matmul(
@@ -43,8 +42,7 @@ def w4a16_matmul(
 
     def kernel(x, words, scale, layer, interpret):
         tuning = plain_tuning(x.shape[0], x.shape[1], scale.shape[-1])
-        first = jnp.arange(-(-x.shape[0] // tuning.rows), dtype=jnp.int32) * tuning.rows
-        blocks = RowBlocks(jnp.zeros_like(first), first, jnp.minimum(first + tuning.rows, x.shape[0]))
+        blocks = even_blocks(x.shape[0], tuning.rows)
         return block_matmul(x, words[:, None], scale[:, None], layer, blocks, tuning, interpret)
 
     return run(implementation, plain, kernel, x, words, scale, layer, problem=_problem(x, words, scale, group))
@@ -78,29 +76,26 @@ def w4a16_grouped_matmul(
 
 
 def plain_tuning(rows: int, inputs: int, outputs: int) -> Tuning:
-    """Launch parameters: for few rows as many parts of the inputs as it takes to occupy the GPU (their sums, which go
-    through its cache, grow with the rows)."""
-    height = min(128, max(16, 1 << (rows - 1).bit_length()))
-    columns, warps, stages = _launch(height, outputs)
-    programs = -(-rows // height) * -(-outputs // columns)
-    wanted = MULTIPROCESSORS * (2 if height == 16 else 1)
-    splits = min(max(1, wanted // programs), -(-inputs // CHUNK)) if rows <= 128 else 1
-    return Tuning(height, columns, splits, warps, stages)
+    """Launch parameters of a plain product."""
+    size = height(rows)
+    columns, warps, stages = _launch(size, outputs)
+    programs = -(-rows // size) * -(-outputs // columns)
+    return Tuning(size, columns, splits(rows, programs, -(-inputs // CHUNK)), warps, stages)
 
 
 def grouped_tuning(rows: int, groups: int, outputs: int) -> Tuning:
     """Launch parameters: blocks of about an even share of the rows."""
-    height = min(64, max(16, 1 << (max(rows // groups, 1) - 1).bit_length()))
-    columns, warps, stages = _launch(height, outputs)
-    return Tuning(height, columns, 1, warps, stages)
+    size = height(max(rows // groups, 1), 64)
+    columns, warps, stages = _launch(size, outputs)
+    return Tuning(size, columns, 1, warps, stages)
 
 
-def _launch(height: int, outputs: int) -> tuple[int, int, int]:
+def _launch(size: int, outputs: int) -> tuple[int, int, int]:
     """Outputs of a program, warps and stages. Many rows need more outputs, or the assembler puts the tensor cores'
     instructions one after the other."""
-    if height <= 32:
+    if size <= 32:
         return 128, 4, 3
-    return (256, 8, 2) if outputs > 128 else (128, 4 if height <= 64 else 8, 2)
+    return (256, 8, 2) if outputs > 128 else (128, 4 if size <= 64 else 8, 2)
 
 
 def _group(x, words, scale) -> int:

@@ -6,11 +6,9 @@ there (one logic operation, one subtraction and one multiplication by the scale 
 cores from registers; the activations, few rows, are the right operand in shared memory.
 """
 
-from dataclasses import dataclass
 from functools import partial, reduce
 from operator import and_
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -18,19 +16,9 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int32, UInt16
 
 from pallas_kernels.grouped_matmul.blocks import RowBlocks
+from pallas_kernels.grouped_matmul.launch import Tuning, launch, share
 from pallas_kernels.triton_primitives import nibble
 from pallas_kernels.w4a16_matmul.layout import BLOCK, CHUNK, PLANES, WORDS, by_plane
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """Rows and outputs of a program, parts that the inputs are split in, and launch parameters."""
-
-    rows: int
-    columns: int
-    splits: int
-    warps: int
-    stages: int
 
 
 def block_matmul(
@@ -43,25 +31,10 @@ def block_matmul(
     interpret: bool,
 ) -> Float[Array, "A N"]:
     """Rows of each block times its group's matrix, in the type of `x`. Rows in no block are left undefined."""
-    rows, inputs = x.shape
-    outputs = scale.shape[-1]
-    shape = (tuning.splits, rows, outputs)
-    operands = (layer.reshape(1), blocks.group, blocks.first, blocks.last, by_plane(x), words, scale)
-    parts = pl.pallas_call(
-        partial(_kernel, inputs=inputs, group=inputs // scale.shape[-2], tuning=tuning),
-        grid=(blocks.group.shape[0], -(-outputs // tuning.columns), tuning.splits),
-        in_specs=[_whole(operand.shape) for operand in operands],
-        out_specs=_whole(shape),
-        out_shape=jax.ShapeDtypeStruct(shape, jnp.float32 if tuning.splits > 1 else x.dtype),
-        compiler_params=plgpu.CompilerParams(num_warps=tuning.warps, num_stages=tuning.stages),
-        interpret=interpret,
-        name="w4a16",
-    )(*operands)
-    return parts.sum(axis=0).astype(x.dtype) if tuning.splits > 1 else parts[0]
-
-
-def _whole(shape: tuple[int, ...]) -> pl.BlockSpec:
-    return pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
+    inputs, shape = x.shape[1], (x.shape[0], scale.shape[-1])
+    kernel = partial(_kernel, inputs=inputs, group=inputs // scale.shape[-2], tuning=tuning)
+    operands = (by_plane(x), words, scale)
+    return launch(kernel, "w4a16", layer, blocks, operands, shape, x.dtype, tuning, interpret)
 
 
 def _kernel(layer, group_of, first_of, last_of, x, words, scale, out, *, inputs: int, group: int, tuning: Tuning):
@@ -80,10 +53,7 @@ def _kernel(layer, group_of, first_of, last_of, x, words, scale, out, *, inputs:
             total += plgpu.dot(weights, plgpu.load(x.at[row, place], mask=mask, other=0.0).T)
         return total
 
-    chunks = -(-inputs // CHUNK)
-    share = -(-chunks // tuning.splits)
-    start = split * jnp.int32(share)
-    stop = jnp.where(last > first, jnp.minimum(start + share, chunks), start)  # a block with no rows reads nothing
+    start, stop = share(first, last, -(-inputs // CHUNK), tuning)
     total = lax.fori_loop(start, stop, body, jnp.zeros((tuning.columns, tuning.rows), jnp.float32))
     inside = (row < last) & (outputs > column.T)
     plgpu.store(out.at[split, row, column.T], total.T.astype(out.dtype), mask=inside)

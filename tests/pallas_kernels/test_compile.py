@@ -7,6 +7,7 @@ import pytest
 
 from experiments import kernel_compile
 from jaxinfer.planning import deviceless, machine_code
+from pallas_kernels.bf16_matmul import shapes as bf16
 from pallas_kernels.fp8_matmul import shapes as fp8
 from pallas_kernels.paged_attention import shapes as attention
 from pallas_kernels.w4a16_matmul import shapes as w4a16
@@ -17,6 +18,9 @@ CASES = [
     w4a16.W4A16Case("w4a16", 16, 7168, 4096),
     w4a16.W4A16Case("w4a16 experts", 512, 7168, 256, 32, 4, w4a16.routed(64, 8, 384)),
     fp8.FP8Case("fp8", 4096, 7168, 4096),
+    bf16.BF16Case("bf16", 64, 7168, 1536),
+    bf16.BF16Case("bf16 many rows", 4096, 7168, 4096),
+    bf16.BF16Case("bf16 heads", 64, 512, 128, 16, heads=8),
 ]
 
 

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.bf16_matmul import shapes as bf16
 from pallas_kernels.fp8_matmul import shapes as fp8
 from pallas_kernels.paged_attention import shapes as attention
 from pallas_kernels.w4a16_matmul import shapes as w4a16
 
-CASES = [*attention.SMALL, *w4a16.SMALL, *fp8.SMALL]
+CASES = [*attention.SMALL, *w4a16.SMALL, *fp8.SMALL, *bf16.SMALL]
 names = lambda case: f"{case.kernel} {case.name}"  # noqa: E731
 
 
@@ -28,7 +29,7 @@ def test_the_interpreted_kernel_is_the_reference(case):
     np.testing.assert_allclose(found, expected, rtol=0, atol=case.tolerance * max(np.abs(expected).max(), 1e-6))
 
 
-@pytest.mark.parametrize("case", [attention.SMALL[0], w4a16.SMALL[0], fp8.SMALL[0]], ids=names)
+@pytest.mark.parametrize("case", [attention.SMALL[0], w4a16.SMALL[0], fp8.SMALL[0], bf16.SMALL[0]], ids=names)
 def test_auto_is_the_reference_on_the_cpu_and_other_names_are_refused(case):
     operands = case.operands(jax.random.key(1))
     found, expected = (case.call(*operands, implementation=name) for name in ("auto", "reference"))
@@ -37,7 +38,7 @@ def test_auto_is_the_reference_on_the_cpu_and_other_names_are_refused(case):
         case.call(*operands, implementation="cuda")
 
 
-@pytest.mark.parametrize("case", [*attention.LISTED, *w4a16.LISTED, *fp8.LISTED], ids=names)
+@pytest.mark.parametrize("case", [*attention.LISTED, *w4a16.LISTED, *fp8.LISTED, *bf16.LISTED], ids=names)
 def test_the_kernels_take_every_listed_case(case):
     structs = case.structs()
     out = jax.eval_shape(lambda *operands: case.call(*operands, implementation="triton"), *structs)
