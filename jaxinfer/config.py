@@ -171,6 +171,10 @@ class ModelConfig:
     def moe_layers(self) -> int:
         return self.layers - self.dense_layers
 
+    def kv_bytes_per_token(self, format: KVFormat) -> int:
+        """Bytes that one token takes in pages of `format`, over all layers."""
+        return sum(self.attention.entries.values()) * self.layers * format.itemsize
+
     @property
     def softmax_scale(self) -> float:
         """Attention logit scale: 1/sqrt(d), times mscale squared under YaRN with MLA (DeepSeek-V3's published code)."""

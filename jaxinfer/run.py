@@ -272,6 +272,7 @@ def bench(
     prefill_weights: PrefillWeightsOption = "fp8_e4m3",
     prefill_kv: PrefillKVOption = "bf16",
     integrity: IntegrityOption = "tags",
+    prefix_cache: PrefixOption = True,
     devices: DevicesOption = 1,
     slots: Annotated[int | None, typer.Option("--slots", min=1, help="requests decoded at once")] = None,
     num_pages: Annotated[int | None, typer.Option("--num-pages", min=1, help="KV pages of 16 tokens")] = None,
@@ -294,12 +295,13 @@ def bench(
     given = [name for name, value in {**pool, "weights": weights, "kv": kv}.items() if value]
     if layout is not None and given:
         raise UserError(f"{given[0]} of the workers is the layout's to say; leave it out, or leave out --layout")
-    options = {"integrity": integrity, "devices": devices, "max_queue": max_queue}
+    options = {"integrity": integrity, "devices": devices, "max_queue": max_queue, "prefix_cache": prefix_cache}
     with progress_display() as progress:
         progress.add_task("starting the workers" if layout else "starting the engine", total=None)
         opened = layout_of(layout, load) if layout else engine_of(model, load, formats, pool, options)
         with opened as (engine, jobs, config, about):
-            errors.print(f"{about['model']}: {engine.precision}, {load}", style="dim", highlight=False)
+            runs_at = f"{engine.precision}, integrity {config.integrity}"
+            errors.print(f"{about['model']}: {runs_at}, {load}", style="dim", highlight=False)
             bar = progress.add_task("serving", total=count)
             result = bench(engine, jobs, load, functools.partial(progress.advance, bar))
     command = shlex.join(["python", "-m", "jaxinfer.run", *sys.argv[1:]])

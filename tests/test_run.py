@@ -33,7 +33,7 @@ def here(monkeypatch, tmp_path, capsys):
 
 
 def run(*arguments: str, cwd: Path = ROOT, stdin: str = "") -> subprocess.CompletedProcess:
-    """`python -m jaxinfer.run ARGUMENTS`, one device, no compilation cache."""
+    """`python -m jaxinfer.run ARGUMENTS`, one device."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment |= {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     command = [sys.executable, "-m", "jaxinfer.run", *arguments]

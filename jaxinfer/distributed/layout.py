@@ -176,8 +176,7 @@ class Layout:
         if worker.num_pages:
             raise UserError(f"{worker}: give num_pages or kv_budget_mib, not both")
         model = Model.read_config(worker.model or self.model)
-        width = sum(model.attention.entries.values())
-        page_bytes = width * model.layers * page_size * worker.precision.kv.itemsize
+        page_bytes = model.kv_bytes_per_token(worker.precision.kv) * page_size
         pages = int(worker.kv_budget_mib * 2**20) // page_bytes
         if pages < 1:
             raise UserError(

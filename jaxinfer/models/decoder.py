@@ -85,7 +85,7 @@ class Decoder(nnx.Module):
     def embed(self, tokens: Int32[Array, "B T"], dtype) -> Float[Array, "B T D"]:
         # Two rows at least: XLA turns the gather of one into a slice, for which every device fetches the whole table.
         places = jnp.maximum(tokens, 0).reshape(-1)
-        rows = self.embedding.get_value()[jnp.resize(places, max(2, places.size))][: places.size]
+        rows = self.embedding.get_value()[jnp.resize(places, (max(2, places.size),))][: places.size]
         return rows.astype(dtype).reshape(*tokens.shape, -1)
 
     def logits(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:

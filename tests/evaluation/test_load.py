@@ -92,7 +92,7 @@ class Clockwork:
 
     def __init__(self, slots: int, queue: int = 10**6):
         self.slots, self.queue, self.now = slots, queue, 0.0
-        self.counters = SimpleNamespace(preemptions=0)
+        self.counters = SimpleNamespace(preemptions=0, prefix_hit_tokens=0, prefix_prompt_tokens=0)
         self.waiting: list[list[int]] = []
         self.running: list[list[int]] = []
         self.submitted: list[float] = []

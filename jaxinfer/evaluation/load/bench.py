@@ -13,8 +13,6 @@ from jaxinfer.evaluation.load.driver import Served, drive
 from jaxinfer.evaluation.load.lengths import Job, Mix
 from jaxinfer.evaluation.load.measures import LoadResult
 from jaxinfer.evaluation.table import Table
-from jaxinfer.planning.capacity import kv_bytes_per_token
-from jaxinfer.planning.model import PlannedModel
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -67,7 +65,7 @@ class Load:
 
 def page_bytes(model: ModelConfig, precision: Precision, page_size: int) -> int:
     """Bytes of one page over all layers, as the pool counts them."""
-    return kv_bytes_per_token(PlannedModel(model), precision.kv) * page_size
+    return model.kv_bytes_per_token(precision.kv) * page_size
 
 
 def pages_in(budget_mib: float, model: ModelConfig, precision: Precision, page_size: int) -> int:

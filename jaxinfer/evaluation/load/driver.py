@@ -15,7 +15,7 @@ from jaxinfer.evaluation.load.measures import LoadResult, Series, Trace
 
 
 class Served(Protocol):
-    """What an engine must offer to be driven. `counters` has `preemptions`."""
+    """What an engine must offer to be driven. `counters` are those of `Engine`."""
 
     precision: str
 
@@ -81,7 +81,7 @@ class _Run:
         self.live: dict[int, Trace] = {}
         self.sent = self.refused = self.turned_away = self.peak = 0
         self.kv_used, self.decoding, self.waiting = Series(), Series(), Series()
-        self._preemptions = engine.counters.preemptions
+        self._before = self._counts()
         self._clock, self._start = clock, clock()
 
     @property
@@ -128,6 +128,13 @@ class _Run:
     def result(self) -> LoadResult:
         first = min((t.arrived for t in self.traces), default=0.0)
         seconds = max((t.ended for t in self.traces), default=0.0) - first
-        preemptions = self.engine.counters.preemptions - self._preemptions
+        after, before = self._counts(), self._before
+        preemptions, hits, tokens = (b - a for a, b in zip(before, after, strict=True))
         series = (self.kv_used, self.decoding, self.waiting)
-        return LoadResult(self.traces, self.refused, preemptions, max(seconds, 1e-9), *series, self.peak)
+        rate = hits / max(tokens, 1)
+        return LoadResult(self.traces, self.refused, preemptions, max(seconds, 1e-9), *series, self.peak, rate)
+
+    def _counts(self) -> tuple[int, int, int]:
+        """Preemptions, and of prompt tokens those found in the prefix cache and all that were looked up."""
+        counters = self.engine.counters
+        return counters.preemptions, counters.prefix_hit_tokens, counters.prefix_prompt_tokens

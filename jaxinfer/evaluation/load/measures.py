@@ -85,8 +85,8 @@ class Series:
 @dataclass
 class LoadResult:
     """A run: its requests, those refused, seconds from first arrival to last end, KV use (share of pages held after
-    each step), the requests that got a token in one step (`decoding`), and those that got none (`waiting`: in the
-    queue or in prefill)."""
+    each step), the requests that got a token in one step (`decoding`), those that got none (`waiting`: in the queue or
+    in prefill), and the share of prompt tokens that were in the prefix cache."""
 
     traces: list[Trace]
     refused: int
@@ -96,6 +96,7 @@ class LoadResult:
     decoding: Series
     waiting: Series
     peak_concurrency: int
+    prefix_hit_rate: float
 
     @property
     def completed(self) -> list[Trace]:
@@ -127,6 +128,7 @@ class LoadResult:
             "waiting": {"mean": self.waiting.mean, "peak": int(self.waiting.peak)},
             "peak_concurrency": self.peak_concurrency,
             "kv_used": {"mean": self.kv_used.mean, "peak": self.kv_used.peak},
+            "prefix_hit_rate": self.prefix_hit_rate,
             **latencies(self.completed),
         }
 
