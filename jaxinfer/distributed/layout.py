@@ -176,8 +176,8 @@ class Layout:
         if worker.num_pages:
             raise UserError(f"{worker}: give num_pages or kv_budget_mib, not both")
         model = Model.read_config(worker.model or self.model)
-        width = sum(model.attention.entries.values())
-        page_bytes = width * model.layers * page_size * worker.precision.kv.itemsize
+        values = sum(width * model.cache_layers[kind] for kind, width in model.attention.entries.items())
+        page_bytes = values * page_size * worker.precision.kv.itemsize
         pages = int(worker.kv_budget_mib * 2**20) // page_bytes
         if pages < 1:
             raise UserError(
