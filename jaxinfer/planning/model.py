@@ -82,6 +82,7 @@ class PlannedModel:
         """`config` with its indexer counted apart."""
         if (found := config.indexer) is None:
             return cls(config)
+        assert isinstance(config.attention, MLAConfig)
         indexer = Indexer(len(found.owners(config.layers)), found.heads, found.head_dim, found.top_k)
         return cls(config.replace(attention=replace(config.attention, indexer=None)), indexer)
 

@@ -44,7 +44,7 @@ MODELS = {
     "mla": model(MLAConfig(4, kv_lora=16, nope_dim=8, rope_dim=4, v_dim=12, q_lora=24), RopeConfig(interleaved=True)),
     "mla, direct queries, yarn": model(MLAConfig(2, 8, nope_dim=6, rope_dim=8, v_dim=4), RopeConfig(yarn=YARN), 0),
     "mla, indexer": model(sparse(8, "FFF"), RopeConfig(interleaved=True)),
-    "mla, shared choice": model(sparse(70, "FSF", interleaved=True), RopeConfig(interleaved=True), 2),
+    "mla, shared choice": model(sparse(70, "FSF", interleaved=True), RopeConfig(interleaved=True)),
     "gqa": model(GQAConfig(heads=4, kv_heads=2, head_dim=8), RopeConfig()),
     "gqa, partial, qk norm": model(GQAConfig(6, 2, 8, qk_norm=True), RopeConfig(fraction=0.5, interleaved=True), 3),
 }
@@ -183,7 +183,7 @@ def test_fp8_pages_are_read_with_their_scales(case):
     in the mean: where rounding sends a token to another expert, its logits move far."""
 
     def difference(scale: float) -> float:
-        scales = {kind: jnp.full(case.config.layers, scale) for kind in case.config.attention.entries}
+        scales = {kind: jnp.full(layers, scale) for kind, layers in case.config.cache_layers.items()}
         found = case.serve(0, FP8, scales)[0]
         return np.sqrt(np.mean((found - case.expected[0]) ** 2)) / np.std(case.expected[0])
 
