@@ -33,6 +33,7 @@ def chosen_mla_attention(
     """`mla_attention` where each query sees only its `chosen` positions. A position below 0, after the query's own,
     not below its row's length, or in no page counts as not chosen and is not read; without any, the result is zeros.
     Errors as `mla_attention`."""
+    page_table, lengths = jnp.asarray(page_table), jnp.asarray(lengths)  # indexed by traced rows
     _, num_pages, size, width = pool.shape
     batch, tokens, heads, _ = query.shape
     count = chosen.shape[-1]
