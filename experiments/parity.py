@@ -57,6 +57,8 @@ LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 24,
 }
+INDEXER = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 12}  # the text is longer
+SHARED = ["full", "shared", "full", "shared", "shared"]
 GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 YARN = {
     "rope_type": "yarn",
@@ -188,6 +190,14 @@ CASES = (
         int4_experts,
         "YaRN, experts packed by compressed-tensors",
     ),
+    Case("deepseek_v32", "DeepseekV32", DEEPSEEK | INDEXER | {"n_group": 4, "topk_group": 2}, note="indexer"),
+    Case(
+        "glm_moe_dsa",
+        "GlmMoeDsa",
+        # The reference normalises latents with 1e-6 whatever the file says.
+        DEEPSEEK | INDEXER | {"num_hidden_layers": 5, "indexer_types": SHARED, "rms_norm_eps": 1e-6},
+        note="indexers, choices shared",
+    ),
     Case("glm4_moe", "Glm4Moe", SIZES | EXPERTS | GROUPED | {"attention_bias": True, "use_qk_norm": True}),
     Case("glm4_moe", "Glm4Moe", SIZES | EXPERTS | GROUPED | {"use_qk_norm": False}, "fp8_e4m3", fp8_blocks),
     Case(
@@ -242,7 +252,7 @@ def reference_logits(model: torch.nn.Module, tokens: Int32[np.ndarray, " n"]) ->
 
 def served_logits(config: ModelConfig, params: Params, tokens: Int32[np.ndarray, " n"]) -> Float[np.ndarray, "n V"]:
     """The same through pages."""
-    cache = KVCache.create(config.attention.entries, config.layers, 1, len(tokens), KVFormat.parse("f32"))
+    cache = KVCache.create(config.attention.entries, config.cache_layers, 1, len(tokens), KVFormat.parse("f32"))
 
     @jax.jit
     def step(cache: KVCache, tokens: Int32[Array, " T"], first: Int32[Array, ""]):

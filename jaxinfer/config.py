@@ -54,6 +54,24 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class IndexerConfig:
+    """Sparse attention (DSA, DeepSeek-V3.2): `heads` small queries score every cached token by one small key, and
+    attention reads the `top_k` best. `pattern` has a letter a layer: F chooses for itself, S shares the choice of the
+    last F before it; empty, all choose. `interleaved` as in `RopeConfig`, of the first `rope_dim` of MLA's dimensions:
+    GLM's indexers turn as its attention does, DeepSeek's do not."""
+
+    heads: int
+    head_dim: int
+    top_k: int
+    interleaved: bool = False
+    pattern: str = ""
+
+    def owners(self, layers: int) -> tuple[int, ...]:
+        """The layers, of the first `layers`, that choose for themselves."""
+        return tuple(i for i, kind in enumerate(self.pattern or "F" * layers) if kind == "F")
+
+
+@dataclass(frozen=True)
 class MLAConfig:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1). `q_lora` None: queries are projected
     directly."""
@@ -64,6 +82,7 @@ class MLAConfig:
     rope_dim: int
     v_dim: int
     q_lora: int | None = None
+    indexer: IndexerConfig | None = None
 
     @property
     def qk_dim(self) -> int:
@@ -71,8 +90,10 @@ class MLAConfig:
 
     @property
     def entries(self) -> dict[str, int]:
-        """Kinds of cache entry and their width in values: one compressed latent, never per-head keys and values."""
-        return {"latent": self.kv_lora + self.rope_dim}
+        """Kinds of cache entry and their width in values: one compressed latent, never per-head keys and values, and
+        the key of an indexer."""
+        index = {"index": self.indexer.head_dim} if self.indexer else {}
+        return {"latent": self.kv_lora + self.rope_dim, **index}
 
 
 @dataclass(frozen=True)
@@ -133,7 +154,9 @@ class ModelConfig:
 
     def _contradictions(self) -> Iterator[str]:
         attention, moe = self.attention, self.moe
-        parts = {"": self, "attention.": attention, **({"moe.": moe} if moe else {})}
+        indexer = self.indexer
+        parts: dict[str, Any] = {"": self, "attention.": attention, **({"moe.": moe} if moe else {})}
+        parts |= {"attention.indexer.": indexer} if indexer else {}
         sizes = {f"{where}{name}": size for where, part in parts.items() for name, size in vars(part).items()}
         for name, size in sizes.items():
             least = 0 if name in ("dense_layers", "dense_intermediate", "moe.shared_experts") else 1
@@ -151,6 +174,8 @@ class ModelConfig:
         turning = int(head * self.rope.fraction)
         if turning % 2 or not 0 < turning <= head:
             yield f"rope turns pairs: {turning} of {head} dimensions is not an even number of them"
+        if indexer is not None:
+            yield from self._indexer_contradictions(indexer)
         if moe is None:
             return
         if moe.experts % moe.groups or moe.top_groups > moe.groups:
@@ -159,6 +184,17 @@ class ModelConfig:
             yield f"a token goes to {moe.top_k} experts, and has {reach} to choose from"
         if moe.score not in ("sigmoid", "softmax"):
             yield f"unknown router score {moe.score!r}; use sigmoid or softmax"
+
+    def _indexer_contradictions(self, indexer: IndexerConfig) -> Iterator[str]:
+        assert isinstance(self.attention, MLAConfig)
+        if not self.attention.q_lora:
+            yield "an indexer makes its queries of the queries' latent; give q_lora"
+        if self.attention.rope_dim > indexer.head_dim:
+            yield f"rope turns {self.attention.rope_dim} of an indexer's {indexer.head_dim} dimensions"
+        if indexer.pattern and (len(indexer.pattern) != self.layers or indexer.pattern.strip("FS")):
+            yield f"the indexer's pattern has not one F or S for each of {self.layers} layers: {indexer.pattern!r}"
+        if indexer.pattern.startswith("S"):
+            yield "the first layer has no choice to share; the indexer's pattern must begin with F"
 
     @classmethod
     def preset(cls, name: str) -> Self:
@@ -173,7 +209,19 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, format: KVFormat) -> int:
         """Bytes that one token takes in pages of `format`, over all layers."""
-        return sum(self.attention.entries.values()) * self.layers * format.itemsize
+        values = sum(width * self.cache_layers[kind] for kind, width in self.attention.entries.items())
+        return values * format.itemsize
+
+    @property
+    def indexer(self) -> IndexerConfig | None:
+        """The indexer of sparse attention, if there is one."""
+        return self.attention.indexer if isinstance(self.attention, MLAConfig) else None
+
+    @property
+    def cache_layers(self) -> dict[str, int]:
+        """Layers that keep each kind of cache entry: all, but of index keys only those that choose for themselves."""
+        index = {"index": len(self.indexer.owners(self.layers))} if self.indexer else {}
+        return dict.fromkeys(self.attention.entries, self.layers) | index
 
     @property
     def softmax_scale(self) -> float:

@@ -1,6 +1,7 @@
 """KVCache: the pool of pages with its number format and scales, as one pytree that steps take and return."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,18 +35,19 @@ class KVCache:
     def create(
         cls,
         kinds: dict[str, int],
-        layers: int,
+        layers: int | Mapping[str, int],
         num_pages: int,
         page_size: int,
         format: KVFormat,
         scales: dict[str, Float[Array, " layers"]] | None = None,
     ) -> "KVCache":
-        """Empty pages for entries of `kinds` (name to width in values). `scales` are those of a scaled format; without
-        them, and in every other format, they are 1."""
-        shapes = {kind: (layers, width) for kind, width in kinds.items()}
+        """Empty pages for entries of `kinds` (name to width in values) in so many `layers`, or of each kind in as many
+        as it says. `scales` are those of a scaled format; without them, and in every other format, they are 1."""
+        deep = {kind: layers if isinstance(layers, int) else layers[kind] for kind in kinds}
+        shapes = {kind: (deep[kind], width) for kind, width in kinds.items()}
         # Copies: the cache is donated to every step, and the scales of the checkpoint must outlive it.
         own = {
-            kind: jnp.array(scales[kind], copy=True) if scales is not None and format.scaled else jnp.ones(layers)
+            kind: jnp.array(scales[kind], copy=True) if scales is not None and format.scaled else jnp.ones(deep[kind])
             for kind in kinds
         }
         return cls(pages.create(shapes, num_pages, page_size, format.dtype), own, format)
@@ -83,18 +85,20 @@ class KVCache:
             scale = scales[kind][layer] if format.scaled else jnp.float32(1)
             return format.encode(self.format.decode(found, self.scales[kind][layer]), scale)
 
-        layers = jnp.arange(next(iter(self.entries.values())).shape[0], dtype=jnp.int32)
-        return {kind: jax.lax.map(lambda layer, kind=kind: one(kind, layer), layers) for kind in self.entries}
+        return {
+            kind: jax.lax.map(lambda layer, kind=kind: one(kind, layer), jnp.arange(len(pool), dtype=jnp.int32))
+            for kind, pool in self.entries.items()
+        }
 
     def store(self, places: Places, rows: dict[str, Shaped[Array, "layers T width"]]) -> "KVCache":
         """The cache with rows that are in its own format already, in every layer; those without a page are dropped."""
         page, offset = places.pages.reshape(-1), places.offsets.reshape(-1)
 
-        def one(layer: Int32[Array, ""], entries):
-            return {k: pages.write(entries[k], layer, page, offset, rows[k][layer]) for k in entries}
+        def stored(kind: str, pool):
+            write = lambda layer, pool: pages.write(pool, layer, page, offset, rows[kind][layer])  # noqa: E731
+            return jax.lax.fori_loop(0, len(pool), write, pool)
 
-        layers = next(iter(self.entries.values())).shape[0]
-        return dataclasses.replace(self, entries=jax.lax.fori_loop(0, layers, one, self.entries))
+        return dataclasses.replace(self, entries={kind: stored(kind, pool) for kind, pool in self.entries.items()})
 
     @property
     def bytes_per_token(self) -> int:

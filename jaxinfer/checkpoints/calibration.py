@@ -18,11 +18,11 @@ that stay normal, and what lies beyond the margin saturates."""
 def calibrate(config: ModelConfig, params: Params, texts: list[list[int]]) -> dict[str, jax.Array]:
     """Scales `[layers]` by kind such that MARGIN times the largest entry of `texts` (tokens) maps to 448."""
     width = max(map(len, texts))
-    peaks = {kind: jnp.zeros(config.layers) for kind in config.attention.entries}
+    peaks = {kind: jnp.zeros(layers) for kind, layers in config.cache_layers.items()}
 
     @jax.jit
     def largest(tokens, count):
-        cache = KVCache.create(config.attention.entries, config.layers, 1, width, KVFormat.parse("f32"))
+        cache = KVCache.create(config.attention.entries, config.cache_layers, 1, width, KVFormat.parse("f32"))
         context = PagedContext.one_text(width, count)
         _, cache = bind(config, params).paged(tokens[None], context, cache, jnp.float32)
         return {kind: jnp.abs(entry).max(axis=(1, 2, 3)) for kind, entry in cache.entries.items()}

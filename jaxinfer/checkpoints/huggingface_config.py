@@ -1,11 +1,21 @@
-"""Hugging Face's config.json as a ModelConfig: DeepSeek-V3 and Kimi, GLM-4.5, Qwen, Mixtral, Llama, and models that
-nest one of them under `text_config`."""
+"""Hugging Face's config.json as a ModelConfig: DeepSeek-V3, V3.2 and Kimi, GLM-4.5 and 5, Qwen, Mixtral, Llama, and
+models that nest one of them under `text_config`."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxinfer.config import GQAConfig, Llama3Rope, MLAConfig, ModelConfig, MoEConfig, RopeConfig, YarnConfig
+from jaxinfer.config import (
+    GQAConfig,
+    IndexerConfig,
+    Llama3Rope,
+    MLAConfig,
+    ModelConfig,
+    MoEConfig,
+    RopeConfig,
+    YarnConfig,
+)
 from jaxinfer.errors import UserError
 
 
@@ -58,8 +68,6 @@ def model_config(values: Mapping[str, Any], name: str = "") -> ModelConfig:
 
 def _read(fields: Fields) -> ModelConfig:
     kind = fields("model_type", str)
-    if kind in SPARSE_ATTENTION:
-        raise UserError(f"architecture {kind!r} attends sparsely (DSA), which the decoder does not compute")
     if kind not in READERS:
         raise UserError(f"unknown architecture {kind!r}; there are: {', '.join(sorted(READERS))}")
     return READERS[kind](fields)
@@ -88,6 +96,35 @@ def _deepseek_v3(fields: Fields) -> ModelConfig:
         moe=_grouped_experts(fields, fields.get("scoring_func", "sigmoid", str)),
         rope=_rope(fields, interleaved=fields.get("rope_interleave", True, bool)),
     )
+
+
+def _sparse(fields: Fields, interleaved: bool) -> ModelConfig:
+    """DeepSeek-V3.2 and GLM-5: DeepSeek-V3 with an indexer. `interleaved`: how the family's indexers turn where the
+    file does not say; `rope_interleave` says how attention does."""
+    config = _deepseek_v3(fields)
+    assert isinstance(config.attention, MLAConfig)
+    indexer = IndexerConfig(
+        heads=fields("index_n_heads"),
+        head_dim=fields("index_head_dim"),
+        top_k=fields("index_topk"),
+        interleaved=fields.get("indexer_rope_interleave", interleaved, bool),
+        pattern=_pattern(fields, config.layers),
+    )
+    return config.replace(attention=dataclasses.replace(config.attention, indexer=indexer))
+
+
+def _pattern(fields: Fields, layers: int) -> str:
+    """Which layers run an indexer: said of each, as letters, or as every so many from an offset on."""
+    kinds = fields.values.get("indexer_types")
+    if kinds is None:
+        kinds = fields.values.get("index_topk_pattern")
+    if kinds is not None:
+        letters = {"full": "F", "shared": "S", "F": "F", "S": "S"}
+        if not isinstance(kinds, list | str) or any(kind not in letters for kind in kinds):
+            raise UserError(f"field {fields.where}indexer_types is {kinds!r}, not a list of 'full' and 'shared'")
+        return "".join(letters[kind] for kind in kinds[:layers])
+    every, offset = max(fields.get("index_topk_freq", 1), 1), fields.get("index_skip_topk_offset", 2)
+    return "" if every == 1 else "".join("S" if max(i - offset + 1, 0) % every else "F" for i in range(layers))
 
 
 def _glm4_moe(fields: Fields) -> ModelConfig:
@@ -239,7 +276,9 @@ def _llama3(scaling: Fields) -> Llama3Rope:
 
 READERS: dict[str, Callable[[Fields], ModelConfig]] = {
     "deepseek_v3": _deepseek_v3,
+    "deepseek_v32": functools.partial(_sparse, interleaved=False),
     "glm4_moe": _glm4_moe,
+    "glm_moe_dsa": functools.partial(_sparse, interleaved=True),
     "kimi_k2": _deepseek_v3,
     "kimi_k25": _text,
     "llama": _dense,
@@ -249,4 +288,3 @@ READERS: dict[str, Callable[[Fields], ModelConfig]] = {
     "qwen3": functools.partial(_dense, qk_norm=True),
     "qwen3_moe": _qwen3_moe,
 }
-SPARSE_ATTENTION = ("deepseek_v32", "glm_moe_dsa")

@@ -80,12 +80,11 @@ def plan(config: ModelConfig, matrices: Matrices) -> Params:
 
 def _source(config: ModelConfig, matrices: Matrices, path: tuple[str, ...], spec: ParameterSpec) -> Source:
     rule = mapping.rule_of(path)
-    first, count = mapping.first_layer(config, path), spec.shape[0] if spec.axes[0] == "layers" else 1
     experts = spec.shape[1] if spec.kind == "expert" else 1
     there = lambda name: name in matrices if rule.matrix else name in matrices.names  # noqa: E731
     spell = lambda name, layer: tuple(name.format(layer=layer, expert=e) for e in range(experts))  # noqa: E731
     layers: list[tuple[str, ...] | None] = []
-    for layer in range(first, first + count):
+    for layer in mapping.layers_of(config, path):
         options = [spell(name, layer) for name in rule.names]
         names = next((option for option in options if any(map(there, option))), None)
         if names is None and not rule.or_zero:

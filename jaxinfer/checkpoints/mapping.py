@@ -64,6 +64,12 @@ RULES: dict[str, Rule] = {
     "attention/latent_norm/weight": _plain("self_attn.kv_a_layernorm.weight"),
     "attention/key_up/weight": _matrix("self_attn.kv_b_proj", rows=_key_rows),
     "attention/value_up/weight": _matrix("self_attn.kv_b_proj", rows=_value_rows),
+    # the indexer of sparse attention
+    "indexer/query_up/weight": _matrix("self_attn.indexer.wq_b"),
+    "indexer/key_down/weight": _matrix("self_attn.indexer.wk"),
+    "indexer/key_norm/weight": _plain("self_attn.indexer.k_norm.weight"),
+    "indexer/key_norm/bias": _plain("self_attn.indexer.k_norm.bias"),
+    "indexer/head_weights": _matrix("self_attn.indexer.weights_proj"),
     # grouped-query attention
     "attention/query/weight": _matrix("self_attn.q_proj"),
     "attention/query/bias": _plain("self_attn.q_proj.bias"),
@@ -94,9 +100,16 @@ def rule_of(path: tuple[str, ...]) -> Rule:
     return RULES["/".join(path[1:] if path[0] in STACKS else path)]
 
 
-def first_layer(config: ModelConfig, path: tuple[str, ...]) -> int:
-    """The model's layer that comes first in the parameter at `path`."""
-    return config.dense_layers if path[0] == "sparse" else 0
+def layers_of(config: ModelConfig, path: tuple[str, ...]) -> tuple[int, ...]:
+    """The model's layers that the parameter at `path` stacks; one that is not stacked counts as layer 0."""
+    if path[0] not in STACKS:
+        return (0,)
+    dense = config.dense_layers
+    layers = range(dense, config.layers) if path[0] == "sparse" else range(dense)
+    if path[1] == "indexer":
+        assert config.indexer
+        return tuple(i for i in config.indexer.owners(config.layers) if i in layers)
+    return tuple(layers)
 
 
 WRAPPED = re.compile(r"^(?:language_model\.|model\.language_model\.(?=layers|embed_tokens|norm))")

@@ -129,7 +129,7 @@ class Model:
 
 def unit_scales(config: ModelConfig) -> dict[str, jax.Array]:
     """Scales of FP8 pages of a model that was not calibrated: 1, so that entries beyond 448 saturate."""
-    return {kind: jnp.ones(config.layers) for kind in config.attention.entries}
+    return {kind: jnp.ones(layers) for kind, layers in config.cache_layers.items()}
 
 
 def check_vocabulary(where: Path, tokenizer: Tokenizer, config: ModelConfig) -> None:

@@ -70,8 +70,8 @@ def _expected(config: ModelConfig) -> dict:
     params = jax.tree.map(
         lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), specs, is_leaf=lambda x: isinstance(x, ParameterSpec)
     )
-    scale = jax.ShapeDtypeStruct((config.layers,), jnp.float32)
-    return {"params": params, "kv_scales": dict.fromkeys(config.attention.entries, scale)}
+    scales = {kind: jax.ShapeDtypeStruct((layers,), jnp.float32) for kind, layers in config.cache_layers.items()}
+    return {"params": params, "kv_scales": scales}
 
 
 def _check(folder: Path, found_tree, expected_tree) -> None:

@@ -177,7 +177,7 @@ def checked(step: Callable, level: str, *static) -> Callable:
 
 def create_state(model: ModelConfig, config: EngineConfig, kv_scales) -> ServingState:
     cache = KVCache.create(
-        model.attention.entries, model.layers, config.num_pages, config.page_size, config.precision.kv, kv_scales
+        model.attention.entries, model.cache_layers, config.num_pages, config.page_size, config.precision.kv, kv_scales
     )
     pages = AllocatorState.create(config.num_pages, config.max_slots, config.max_pages_per_slot, config.page_size)
     owners = Owners.create(config.num_pages, config.max_slots) if config.integrity != "off" else None

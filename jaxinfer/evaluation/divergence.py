@@ -48,7 +48,7 @@ def texts_of(model: Model, examples: Sequence[Example]) -> list[Text]:
 def _text_logits(
     config: ModelConfig, kv: KVFormat, dtype, params: Params, scales, tokens: Int32[Array, " n"], count
 ) -> Float[Array, "n V"]:
-    cache = KVCache.create(config.attention.entries, config.layers, 1, tokens.shape[0], kv, scales)
+    cache = KVCache.create(config.attention.entries, config.cache_layers, 1, tokens.shape[0], kv, scales)
     context = PagedContext.one_text(tokens.shape[0], count)
     hidden, _ = bind(config, params).paged(tokens[None], context, cache, dtype)
     return bind(config, params).logits(hidden[0])

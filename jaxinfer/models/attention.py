@@ -18,20 +18,22 @@ from jaxinfer.models.linear import Linear
 from jaxinfer.models.norm import RMSNorm
 from jaxinfer.models.rope import rotate
 from jaxinfer.parallel.kernels import current
-from pallas_kernels.paged_attention import gqa_attention, mla_attention
+from pallas_kernels.paged_attention import chosen_mla_attention, gqa_attention, mla_attention
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedContext:
     """Where the tokens of a step stand: `positions` in their texts (-1: padding), the `pages` and `offsets` their
-    entries go to (INVALID: nowhere), and each row's page table and length, the new tokens included."""
+    entries go to (INVALID: nowhere), and each row's page table and length, the new tokens included. `chosen`: with
+    sparse attention, the positions that each token attends to (INVALID: none); K is 0 where it attends to all."""
 
     positions: Int32[Array, "B T"]
     pages: Int32[Array, "B T"]
     offsets: Int32[Array, "B T"]
     page_table: Int32[Array, "B M"]
     lengths: Int32[Array, " B"]
+    chosen: Int32[Array, "B T K"] | None = None
 
     @classmethod
     def one_text(cls, width: int, count: Int32[Array, ""]) -> "PagedContext":
@@ -76,9 +78,13 @@ class MLA(nnx.Module):
         self.value_up = Linear(layers, mla.kv_lora, mla.heads * mla.v_dim, ("lora", "heads"), rngs, dtype)
         self.output = Linear(layers, mla.heads * mla.v_dim, config.hidden, ("heads", "embed"), rngs, dtype)
 
+    def query_latent(self, x: Float[Array, "B T D"], layer) -> Float[Array, "B T q"]:
+        """What queries are made of."""
+        return self.query_norm(self.query_down(x, layer), layer) if self.dims.q_lora else x
+
     def _queries(self, x, layer, positions):
         dims = self.dims
-        low = self.query_norm(self.query_down(x, layer), layer) if dims.q_lora else x
+        low = self.query_latent(x, layer)
         query = self.query_up(low, layer).reshape(*x.shape[:2], dims.heads, dims.qk_dim)
         nope, rope = query[..., : dims.nope_dim], query[..., dims.nope_dim :]
         return nope, rotate(rope, positions, self.config.rope)
@@ -112,17 +118,24 @@ class MLA(nnx.Module):
         return self.output(values.reshape(*shape, -1), layer), cache
 
     def _attend(self, query, pool_layer, context: PagedContext, cache: KVCache):
-        """Each device has some of the heads and all of the latents."""
+        """Each device has some of the heads and all of the latents. Sparse attention is dense while no row of the step
+        is longer than what may be chosen: the paged kernel reads each entry once, for all queries."""
 
-        def call(query, pool, layer, table, lengths, positions, scale, implementation):
+        def call(query, pool, layer, table, lengths, positions, scale, *chosen, implementation):
             options = {"latent": self.dims.kv_lora, "kv_scale": scale, "implementation": implementation}
-            places = (layer, table, lengths, positions)
-            return mla_attention(query, pool, *places, softmax_scale=self.config.softmax_scale, **options)
+            options["softmax_scale"] = self.config.softmax_scale
+            operands = (query, pool, layer, table, lengths, positions)
+            dense = lambda: mla_attention(*operands, **options)  # noqa: E731
+            if not chosen:
+                return dense()
+            sparse = lambda: chosen_mla_attention(*operands, *chosen, **options)  # noqa: E731
+            return jax.lax.cond(jnp.max(lengths) <= chosen[0].shape[-1], dense, sparse)
 
         heads = P(None, None, current().axis("heads", self.dims.heads))
-        spread = current().split(call, (heads, P(), P(), P(), P(), P(), P()), heads)
+        chosen = () if context.chosen is None or context.chosen.shape[-1] == 0 else (context.chosen,)
+        spread = current().split(call, (heads, P(), P(), P(), P(), P(), P(), *(P() for _ in chosen)), heads)
         places = (pool_layer, context.page_table, context.lengths, context.positions)
-        return spread(query, cache.entries["latent"], *places, cache.scales["latent"][pool_layer])
+        return spread(query, cache.entries["latent"], *places, cache.scales["latent"][pool_layer], *chosen)
 
 
 class GQA(nnx.Module):

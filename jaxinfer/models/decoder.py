@@ -5,6 +5,7 @@ so that a model of a trillion parameters can be described anywhere. `bind` puts 
 behind the module.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 
@@ -15,7 +16,8 @@ from jaxtyping import Array, Float, Int32
 
 from jaxinfer.cache.kv import KVCache
 from jaxinfer.config import ModelConfig
-from jaxinfer.models.attention import PagedContext, causal_mask, make_attention
+from jaxinfer.models.attention import MLA, PagedContext, causal_mask, make_attention
+from jaxinfer.models.indexer import Indexer, choices
 from jaxinfer.models.moe import MLP, MoE
 from jaxinfer.models.norm import RMSNorm
 from jaxinfer.models.parameter import ParameterSpec, parameter
@@ -24,11 +26,13 @@ Params = dict  # nested dict of str to array or QuantizedTensor
 
 
 class Block(nnx.Module):
-    """`layers` decoder layers of one kind, weights stacked: attention and MLP or experts, both pre-norm residual."""
+    """`layers` decoder layers of one kind from the model's layer `first` on, weights stacked: attention and MLP or
+    experts, both pre-norm residual."""
 
-    def __init__(self, layers: int, config: ModelConfig, sparse: bool, rngs: nnx.Rngs, dtype):
+    def __init__(self, first: int, layers: int, config: ModelConfig, sparse: bool, rngs: nnx.Rngs, dtype):
         self.attention_norm = RMSNorm(layers, config.hidden, config.rms_eps, rngs, dtype)
         self.attention = make_attention(layers, config, rngs, dtype)
+        self.indexer = Indexer.make(first, layers, config, rngs, dtype)
         self.mlp_norm = RMSNorm(layers, config.hidden, config.rms_eps, rngs, dtype)
         self.mlp: MoE | MLP = (
             MoE(layers, config, rngs, dtype)
@@ -36,10 +40,20 @@ class Block(nnx.Module):
             else MLP(layers, config.hidden, config.dense_intermediate, rngs, dtype)
         )
 
-    def plain(self, x, layer, positions, mask, valid, capacity_factor):
-        """One layer over whole texts; also tokens routed to each expert, or None. No capacity factor: none dropped."""
+    def plain(self, x, choice, layer, positions, mask, valid, capacity_factor):
+        """One layer over whole texts. `choice`: with an indexer, the part of `mask` that attention sees. Returns x and
+        choice, and tokens routed to each expert, or None. No capacity factor: none dropped."""
         with jax.named_scope("attention"):
-            x = x + self.attention.plain(self.attention_norm(x, layer), layer, positions, mask)
+            h = self.attention_norm(x, layer)
+            if self.indexer is not None:
+                assert isinstance(self.attention, MLA)
+                latent = self.attention.query_latent(h, layer)
+                choice = self.indexer.plain(h, latent, layer, positions, mask, choice)
+            x = x + self.attention.plain(h, layer, positions, mask if choice is None else choice)
+        x, load = self._mlp_plain(x, layer, valid, capacity_factor)
+        return (x, choice), load
+
+    def _mlp_plain(self, x, layer, valid, capacity_factor):
         with jax.named_scope("mlp"):
             h = self.mlp_norm(x, layer)
             if not isinstance(self.mlp, MoE):
@@ -51,15 +65,22 @@ class Block(nnx.Module):
             return x + y.reshape(x.shape), load
 
     def paged(self, x, layer, pool_layer, context: PagedContext, cache: KVCache):
+        """One layer over pages: x, the cache, and the choice that the next layer may share."""
         with jax.named_scope("attention"):
-            y, cache = self.attention.paged(self.attention_norm(x, layer), layer, pool_layer, context, cache)
+            h = self.attention_norm(x, layer)
+            if self.indexer is not None:
+                assert isinstance(self.attention, MLA) and context.chosen is not None
+                latent = self.attention.query_latent(h, layer)
+                chosen, cache = self.indexer.paged(h, latent, layer, context, cache, context.chosen)
+                context = dataclasses.replace(context, chosen=chosen)
+            y, cache = self.attention.paged(h, layer, pool_layer, context, cache)
             x = x + y
         with jax.named_scope("mlp"):
             h = self.mlp_norm(x, layer)
             if not isinstance(self.mlp, MoE):
-                return x + self.mlp(h, layer), cache
+                return x + self.mlp(h, layer), cache, context.chosen
             y = self.mlp(h.reshape(-1, h.shape[-1]), layer, context.positions.reshape(-1) >= 0)
-            return x + y.reshape(x.shape), cache
+            return x + y.reshape(x.shape), cache, context.chosen
 
 
 class Decoder(nnx.Module):
@@ -70,8 +91,9 @@ class Decoder(nnx.Module):
         self.embedding = parameter(
             rngs, dtype, ("vocab", "embed"), (config.vocab, config.hidden), init="embed"
         )
-        self.dense = Block(config.dense_layers, config, False, rngs, dtype) if config.dense_layers else None
-        self.sparse = Block(config.moe_layers, config, True, rngs, dtype) if config.moe_layers else None
+        self.dense = Block(0, config.dense_layers, config, False, rngs, dtype) if config.dense_layers else None
+        first, layers = config.dense_layers, config.moe_layers
+        self.sparse = Block(first, layers, config, True, rngs, dtype) if layers else None
         self.norm = RMSNorm(1, config.hidden, config.rms_eps, rngs, dtype)
         self.head = None if config.tied else parameter(rngs, dtype, ("embed", "vocab"), (config.hidden, config.vocab))
 
@@ -100,29 +122,33 @@ class Decoder(nnx.Module):
         """Logits `[B, T, V]` of whole texts, each token seeing its own segment, and expert loads `[moe_layers, E]`."""
         x, mask, valid = self.embed(tokens, dtype), causal_mask(segments), segments > 0
         loads = None
+        carry = (x, mask if self.config.indexer else None)
         for block, layers, _ in self._blocks():
             step = functools.partial(
                 _plain_layer, block, positions=positions, mask=mask, valid=valid, capacity_factor=capacity_factor
             )
-            x, loads = jax.lax.scan(step, x, jnp.arange(layers, dtype=jnp.int32))
-        return self.logits(x), loads
+            carry, loads = jax.lax.scan(step, carry, jnp.arange(layers, dtype=jnp.int32))
+        return self.logits(carry[0]), loads
 
     def paged(self, tokens, context: PagedContext, cache: KVCache, dtype):
         """Hidden states `[B, T, D]` of new tokens and the cache with their entries. The pool is the scan's carry and is
-        changed in place; layers are read from the stacks by index."""
-        carry = (self.embed(tokens, dtype), cache)
+        changed in place; layers are read from the stacks by index. The choice of sparse attention goes along, for the
+        layers that share it."""
+        page_size = next(iter(cache.entries.values())).shape[2]
+        carry = (self.embed(tokens, dtype), cache, choices(self.config, context, page_size))
         for block, layers, first in self._blocks():
 
             def step(carry, layer, block=block, first=first):
-                x, cache = carry
-                return block.paged(x, layer, layer + first, context, cache), None
+                x, cache, chosen = carry
+                own = dataclasses.replace(context, chosen=chosen)
+                return block.paged(x, layer, layer + first, own, cache), None
 
             carry, _ = jax.lax.scan(step, carry, jnp.arange(layers, dtype=jnp.int32))
-        return carry
+        return carry[:2]
 
 
-def _plain_layer(block, x, layer, **context):
-    return block.plain(x, layer, **context)
+def _plain_layer(block, carry, layer, **context):
+    return block.plain(*carry, layer, **context)
 
 
 @functools.cache

@@ -5,7 +5,7 @@ and multi-token-prediction layers are here as sizes only.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -75,7 +75,16 @@ class PlannedModel:
         path = path / "config.json" if path.is_dir() else path
         if not path.is_file():
             raise UserError(f"no model {name!r}: neither a config.json nor a preset ({', '.join(preset_names())})")
-        return cls(read_config(path))
+        return cls.of(read_config(path))
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Self:
+        """`config` with its indexer counted apart."""
+        if (found := config.indexer) is None:
+            return cls(config)
+        assert isinstance(config.attention, MLAConfig)
+        indexer = Indexer(len(found.owners(config.layers)), found.heads, found.head_dim, found.top_k)
+        return cls(config.replace(attention=replace(config.attention, indexer=None)), indexer)
 
     @property
     def name(self) -> str:

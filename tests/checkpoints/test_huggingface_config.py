@@ -1,9 +1,11 @@
 """config.json files: the fields that matter, as the published files have them."""
 
+import json
+
 import pytest
 
 from jaxinfer.checkpoints.huggingface_config import model_config
-from jaxinfer.config import PRESETS
+from jaxinfer.config import PRESETS, config_from_dict, config_to_dict
 from jaxinfer.errors import UserError
 
 DEEPSEEK_R1 = {
@@ -102,8 +104,8 @@ def test_plain_rope_and_plain_queries():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, "unknown architecture 'gpt2'; there are: deepseek_v3, glm4_moe, kimi_k2, kimi_k25, "),
-        ({"model_type": "glm_moe_dsa"}, "architecture 'glm_moe_dsa' attends sparsely (DSA)"),
+        ({"model_type": "gpt2"}, "unknown architecture 'gpt2'; there are: deepseek_v3, deepseek_v32, glm4_moe, "),
+        ({"model_type": "glm_moe_dsa"}, "field index_n_heads is missing"),
         ({"model_type": None}, "field model_type is missing"),
         ({"hidden_size": None}, "field hidden_size is missing"),
         ({"hidden_size": "7168"}, "field hidden_size is '7168', not of type int"),
@@ -127,3 +129,22 @@ def test_bad_files_are_one_line(change, message):
     with pytest.raises(UserError) as error:
         model_config(DEEPSEEK_R1 | change)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+INDEXER = {"index_n_heads": 32, "index_head_dim": 128, "index_topk": 2048}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"index_topk_freq": 4, "index_skip_topk_offset": 3},
+        {"indexer_types": ["full" if i in (0, 1, *range(2, 78, 4)) else "shared" for i in range(78)]},
+    ],
+)
+def test_layers_that_share_a_choice(said):
+    """GLM-5.2 as published: 21 of 78 layers choose."""
+    family = {"model_type": "glm_moe_dsa", "num_hidden_layers": 78, "first_k_dense_replace": 3}
+    config = model_config(DEEPSEEK_R1 | INDEXER | family | said)
+    assert config.indexer.owners(78) == (0, 1, *range(2, 78, 4))
+    assert config.indexer.interleaved and config.cache_layers == {"latent": 78, "index": 21}
+    assert config_from_dict(json.loads(json.dumps(config_to_dict(config)))) == config

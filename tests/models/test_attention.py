@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.cache.kv import KVCache
-from jaxinfer.config import GQAConfig, MLAConfig, ModelConfig, MoEConfig, RopeConfig, YarnConfig
+from jaxinfer.config import GQAConfig, IndexerConfig, MLAConfig, ModelConfig, MoEConfig, RopeConfig, YarnConfig
 from jaxinfer.models.attention import PagedContext, causal_mask
 from jaxinfer.models.decoder import bind, forward
 from jaxinfer.models.rope import rotate
@@ -33,10 +33,18 @@ def model(attention: MLAConfig | GQAConfig, rope: RopeConfig, dense_layers: int 
     )
 
 
+def sparse(top_k: int, pattern: str, interleaved: bool = False) -> MLAConfig:
+    """Latent attention over the best `top_k` of 140 tokens."""
+    indexer = IndexerConfig(heads=6, head_dim=8, top_k=top_k, interleaved=interleaved, pattern=pattern)
+    return MLAConfig(4, kv_lora=16, nope_dim=8, rope_dim=4, v_dim=12, q_lora=24, indexer=indexer)
+
+
 YARN = YarnConfig(factor=8.0, original_max_position=32, mscale=1.2, mscale_all_dim=0.8)
 MODELS = {
     "mla": model(MLAConfig(4, kv_lora=16, nope_dim=8, rope_dim=4, v_dim=12, q_lora=24), RopeConfig(interleaved=True)),
     "mla, direct queries, yarn": model(MLAConfig(2, 8, nope_dim=6, rope_dim=8, v_dim=4), RopeConfig(yarn=YARN), 0),
+    "mla, indexer": model(sparse(8, "FFF"), RopeConfig(interleaved=True)),
+    "mla, shared choice": model(sparse(70, "FSF", interleaved=True), RopeConfig(interleaved=True)),
     "gqa": model(GQAConfig(heads=4, kv_heads=2, head_dim=8), RopeConfig()),
     "gqa, partial, qk norm": model(GQAConfig(6, 2, 8, qk_norm=True), RopeConfig(fraction=0.5, interleaved=True), 3),
 }
@@ -69,7 +77,7 @@ class Case:
         table = rng.permutation(PAGES)[: ROWS * columns].reshape(ROWS, columns).astype(np.int32)
         # A row knows only the pages that its text will need.
         table[np.arange(columns) >= -(-np.array(self.lengths) // PAGE)[:, None]] = -1
-        cache = KVCache.create(self.config.attention.entries, self.config.layers, PAGES, PAGE, format, scales)
+        cache = KVCache.create(self.config.attention.entries, self.config.cache_layers, PAGES, PAGE, format, scales)
         done, found = np.zeros(ROWS, int), [[] for _ in range(ROWS)]
         while (done < self.lengths).any():
             counts = np.minimum(rng.choice([0, 1, PAGE, 11, CHUNK], ROWS), self.lengths - done)
@@ -175,7 +183,7 @@ def test_fp8_pages_are_read_with_their_scales(case):
     in the mean: where rounding sends a token to another expert, its logits move far."""
 
     def difference(scale: float) -> float:
-        scales = {kind: jnp.full(case.config.layers, scale) for kind in case.config.attention.entries}
+        scales = {kind: jnp.full(layers, scale) for kind, layers in case.config.cache_layers.items()}
         found = case.serve(0, FP8, scales)[0]
         return np.sqrt(np.mean((found - case.expected[0]) ** 2)) / np.std(case.expected[0])
 
