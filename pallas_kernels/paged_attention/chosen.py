@@ -4,8 +4,8 @@ pages of its own, and the paged attention runs on those, kernel or reference.
 Bytes of a call: each query's K chosen entries three times (read, written, read again), K * width * bits / 8 each.
 """
 
-from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +38,8 @@ def chosen_mla_attention(
     batch, tokens, heads, _ = query.shape
     count = chosen.shape[-1]
     chosen = jnp.pad(chosen, ((0, 0), (0, 0), (0, -count % size)), constant_values=-1)
-    scales = {"kv_scale": kv_scale, "softmax_scale": softmax_scale}
-    run: Callable = partial(mla_attention, latent=latent, implementation=implementation, **scales)
+    options: dict[str, Any] = {"latent": latent, "kv_scale": kv_scale, "softmax_scale": softmax_scale}
+    run = partial(mla_attention, implementation=implementation, **options)
 
     def attend(query, places, row, position):
         """N queries, each a sequence of its own."""
