@@ -4,8 +4,6 @@ pages of its own, and the paged attention runs on those, kernel or reference.
 Bytes of a call: each query's K chosen entries three times (read, written, read again), K * width * bits / 8 each.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -39,8 +37,8 @@ def chosen_mla_attention(
     batch, tokens, heads, _ = query.shape
     count = chosen.shape[-1]
     chosen = jnp.pad(chosen, ((0, 0), (0, 0), (0, -count % size)), constant_values=-1)
-    scales: dict[str, Any] = {"kv_scale": kv_scale, "softmax_scale": softmax_scale}
-    run: Callable = partial(mla_attention, latent=latent, implementation=implementation, **scales)
+    options: dict[str, Any] = {"latent": latent, "kv_scale": kv_scale, "softmax_scale": softmax_scale}
+    options["implementation"] = implementation
 
     def attend(query, places, row, position):
         """N queries, each a sequence of its own."""
@@ -56,7 +54,7 @@ def chosen_mla_attention(
         entries = jnp.where((jnp.arange(places.shape[1]) < seen[:, None])[..., None], entries, 0)
         own = jnp.arange(places.size // size, dtype=jnp.int32).reshape(len(places), -1)
         own_pool = entries.reshape(1, -1, size, width)
-        return run(query[:, None], own_pool, jnp.int32(0), own, seen, seen[:, None] - 1)[:, 0]
+        return mla_attention(query[:, None], own_pool, jnp.int32(0), own, seen, seen[:, None] - 1, **options)[:, 0]
 
     rows = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), tokens)
     flat = (query.reshape(-1, heads, width), chosen.reshape(batch * tokens, -1), rows, positions.reshape(-1))
