@@ -383,7 +383,8 @@ def worker(
     try:
         serving = Follower(plan, spec, process) if process else Worker(plan, spec)
         name = f"{spec}, process {process}" if spec.processes > 1 else f"{spec}"
-        errors.print(f"{name}: {serving.engine.precision}, integrity {plan.integrity}; ready", highlight=False, soft_wrap=True)
+        what = f"{serving.engine.precision}, integrity {plan.integrity}"
+        errors.print(f"{name}: {what}; ready", highlight=False, soft_wrap=True)
         serving.serve()
     except PeerGone as gone:
         errors.print(f"error: {spec}, process {process}: {gone}", highlight=False, markup=False, soft_wrap=True)

@@ -77,7 +77,7 @@ class WorkerSpec:
     def at(self, process: int, key: bytes = b"-") -> Span:
         """One of the processes of a worker that has several. UserError names the field that is wrong."""
         if self.devices < self.processes or self.devices % self.processes:
-            raise UserError(f"{self}: devices {self.devices} do not come in equal parts from {self.processes} processes")
+            raise UserError(f"{self}: devices {self.devices} do not divide by processes {self.processes}")
         try:
             return Span(self.span, self.processes, process, key, self.devices // self.processes)
         except UserError as error:

@@ -51,7 +51,7 @@ WRONG = [
     ({}, {"kv_budget_mib": 0.001}, "kv_budget_mib 0.001 is too small for one page of 9,216 bytes"),
     ({}, {"kv_budget_mib": 1.0, "num_pages": 9}, "give num_pages or kv_budget_mib, not both"),
     ({"processes": 0}, {}, "processes must be at least 1, not 0"),
-    ({"processes": 2, "devices": 3, "span": "127.0.0.1:7103"}, {}, "devices 3 do not come in equal parts from 2 processes"),
+    ({"processes": 2, "devices": 3, "span": "127.0.0.1:7103"}, {}, "devices 3 do not divide by processes 2"),
     ({"processes": 2, "devices": 2}, {}, "prefill worker 127.0.0.1:7101: span '' is not host:port"),
     ({"processes": 2, "devices": 2, "span": "127.0.0.1"}, {}, "span '127.0.0.1' is not host:port"),
     ({"processes": 2, "devices": 2, "span": "127.0.0.1:7102"}, {}, "port 7102 of 127.0.0.1 is given to two workers"),

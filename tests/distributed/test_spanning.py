@@ -31,12 +31,12 @@ def deployment(checkpoint, environment):
     spans = [{**wide, "span": f"127.0.0.1:{port}"} for port in ports[3:]] + [{}]
     specs = [
         WorkerSpec(role, port, num_pages=16, max_slots=4, **FLOAT32, **span)
-        for role, port, span in zip(("prefill", "decode", "decode"), ports, spans)
+        for role, port, span in zip(("prefill", "decode", "decode"), ports, spans, strict=False)
     ]
     layout = Layout(tuple(specs), model=str(checkpoint), **SHARED)
     layout.check()
     with Fleet(layout, environment) as fleet:
-        router = Router(layout, start_s=200)
+        router = Router(layout, start_s=500)
         yield fleet, router
 
 
