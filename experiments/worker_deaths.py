@@ -102,7 +102,7 @@ class Deaths:
 
     def revive(self) -> None:
         """Start what was killed anew, and wait until all workers are there."""
-        for i, process in enumerate(self.fleet.processes):
+        for i, [process] in enumerate(self.fleet.processes):
             if process.poll() is not None:
                 self.fleet.restart(i)
         while any(p.channel is None for p in self.router.peers):

@@ -132,6 +132,10 @@ Runs one worker of a deployment: prefill or decode, as the layout says (see jaxi
     python -m jaxinfer.run worker --role prefill --layout pair.toml
 
     python -m jaxinfer.run worker --role decode --layout pair.toml --index 1
+
+A worker of several processes, on this host or on others, needs each of them started:
+
+    python -m jaxinfer.run worker --role decode --layout pair.toml --process 1
 """
 TABLES = {
     "kv-cache": "kv_cache",
@@ -361,6 +365,7 @@ def worker(
     role: Annotated[str, typer.Option("--role", help="prefill or decode")],
     layout: Annotated[Path, typer.Option("--layout", help="the TOML file of the whole deployment")],
     index: Annotated[int, typer.Option("--index", min=0, help="which of the workers of that role this is")] = 0,
+    process: Annotated[int, typer.Option("--process", min=0, help="which of the processes of that worker")] = 0,
 ) -> None:
     from jaxinfer.distributed.layout import ROLES, Layout
 
@@ -369,12 +374,23 @@ def worker(
     plan = Layout.read(layout)
     if index >= len(specs := plan.of_role(role)):
         raise UserError(f"index {index}: the layout has {len(specs)} {role} worker{'s' * (len(specs) > 1)}")
-    prepare(specs[index].devices)
+    spec = specs[index]
+    if process >= spec.processes:
+        raise UserError(f"process {process}: the {spec} has processes = {spec.processes}")
+    prepare(spec.devices // spec.processes)
+    from jaxinfer.distributed.spanning import Follower
     from jaxinfer.distributed.worker import Worker
+    from jaxinfer.parallel.peer import PeerGone
 
-    serving = Worker(plan, specs[index])
-    errors.print(f"{specs[index]}: {serving.engine.precision}, integrity {plan.integrity}; ready", highlight=False)
-    serving.serve()
+    try:
+        serving = Follower(plan, spec, process) if process else Worker(plan, spec)
+        name = f"{spec}, process {process}" if spec.processes > 1 else f"{spec}"
+        what = f"{serving.engine.precision}, integrity {plan.integrity}"
+        errors.print(f"{name}: {what}; ready", highlight=False, soft_wrap=True)
+        serving.serve()
+    except PeerGone as gone:
+        errors.print(f"error: {spec}, process {process}: {gone}", highlight=False, markup=False, soft_wrap=True)
+        raise typer.Exit(1) from None
 
 
 def precisions(

@@ -1,7 +1,7 @@
 """KV between processes, by `jax.experimental.transfer`: a prefill worker offers it under a key, a decode one pulls.
 
 A pull that is not done in time, or whose sender dies, is lost and never waited for. What is offered and not pulled
-stays in the sender's memory until it is dropped.
+stays in the sender's memory until it is dropped. A worker over several processes pulls a copy for each of them.
 """
 
 import itertools
@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.experimental import transfer
 
+from jaxinfer.parallel.sharding import spread
 from jaxinfer.steps import Block
 
 Place = dict[str, Any]
@@ -19,15 +20,17 @@ Place = dict[str, Any]
 
 
 class Exchange:
-    """This process's end. Blocks cross on one device a process; `shardings` places them on all of them."""
+    """This process's end, at an address of its own `host`. Blocks cross on one device a process; `shardings` places
+    them on all devices of the worker, of which each process sees to its own."""
 
     def __init__(self, host: str, block: Block, shardings: Block):
-        self._device = next(iter(shardings.digest.device_set))  # type: ignore[attr-defined]
+        self._device = next(iter(shardings.digest.addressable_devices))  # type: ignore[attr-defined]
+        host = f"[{host}]" if ":" in host else host
         self._server = transfer.start_transfer_server(self._device.client, f"{host}:0", [f"{host}:0"])
         self._block, self._shardings = block, shardings
         self._connections: dict[str, Any] = {}
         self._keys = itertools.count(1)
-        self._offered: dict[int, tuple[int, float]] = {}  # key: blocks, when
+        self._offered: dict[int, tuple[int, int, float]] = {}  # key: copies, blocks, when
 
     @property
     def address(self) -> str:
@@ -38,49 +41,53 @@ class Exchange:
         """Requests whose KV waits to be pulled."""
         return len(self._offered)
 
-    def offer(self, blocks: tuple[Block, ...]) -> Place:
-        """Let another process pull these blocks, once."""
+    def offer(self, blocks: tuple[Block, ...], copies: int = 1) -> Place:
+        """Let so many other processes pull these blocks, each once."""
         key = next(self._keys)
         for i, block in enumerate(blocks):
-            self._server.await_pull(_uuid(key, i), [_on(leaf, self._device) for leaf in jax.tree.leaves(block)])
-        self._offered[key] = (len(blocks), time.monotonic())
+            leaves = [_on(leaf, self._device) for leaf in jax.tree.leaves(block)]
+            for copy in range(copies):
+                self._server.await_pull(_uuid(key, copy, i), leaves)
+        self._offered[key] = (copies, len(blocks), time.monotonic())
         return {"address": self.address, "key": key, "blocks": len(blocks)}
 
-    def taken(self, key: int) -> None:
-        """Another process has pulled it."""
-        self._offered.pop(key, None)
+    def taken(self, key: int, copies: int = 1) -> None:
+        """The first `copies` were pulled; nobody comes for the others."""
+        offered, blocks, _ = self._offered.pop(key, (0, 0, 0.0))
+        for copy in range(copies, offered):
+            for i in range(blocks):  # pulled by this process itself, which is the one way to take it back
+                self._pull(self.address, key, copy, i)
 
     def drop(self, key: int) -> None:
-        """Give up what was offered: pulled by this process itself, which is the one way to take it back."""
-        blocks, _ = self._offered.pop(key, (0, 0.0))
-        for i in range(blocks):
-            self._pull(self.address, key, i)
+        """Give up what was offered."""
+        self.taken(key, 0)
 
     def drop_older(self, seconds: float) -> None:
         """Give up what nobody came for in so long."""
         now = time.monotonic()
-        for key in [k for k, (_, since) in self._offered.items() if now - since > seconds]:
+        for key in [k for k, (_, _, since) in self._offered.items() if now - since > seconds]:
             self.drop(key)
 
     def pull(self, place: Place) -> list[Block]:
         """Blocks that another process offers; their arrays are ready when they are here, or have failed."""
-        return [self._pull(place["address"], place["key"], i) for i in range(place["blocks"])]
+        copy = jax.process_index()
+        return [self._pull(place["address"], place["key"], copy, i) for i in range(place["blocks"])]
 
     def placed(self, blocks: list[Block]) -> list[Block]:
         """Blocks that are here, on all devices of this worker."""
-        return [jax.device_put(block, self._shardings) for block in blocks]
+        return [spread(block, self._shardings) for block in blocks]
 
     def forget(self, address: str) -> None:
         """The process there is gone: the next one starts a connection of its own."""
         self._connections.pop(address, None)
 
-    def _pull(self, address: str, key: int, index: int) -> Block:
+    def _pull(self, address: str, key: int, copy: int, index: int) -> Block:
         if address not in self._connections:
             self._connections[address] = self._server.connect(address)
         place = jax.sharding.SingleDeviceSharding(self._device)
         leaves, tree = jax.tree.flatten(self._block)
         specs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place) for leaf in leaves]
-        return jax.tree.unflatten(tree, self._connections[address].pull(_uuid(key, index), specs))
+        return jax.tree.unflatten(tree, self._connections[address].pull(_uuid(key, copy, index), specs))
 
 
 class RemoteArrival:
@@ -93,6 +100,10 @@ class RemoteArrival:
         self._deadline = float("inf")
         self._checked = False
         self.started = False
+
+    @property
+    def told(self) -> dict[str, Any]:
+        return {"place": self.place, "tokens": self.tokens}
 
     def start(self) -> None:
         self.started = True
@@ -128,8 +139,8 @@ class RemoteArrival:
         self._exchange.forget(self.place["address"])
 
 
-def _uuid(key: int, index: int) -> int:
-    return key * 2**20 + index
+def _uuid(key: int, copy: int, index: int) -> int:
+    return (key << 32) + (copy << 20) + index
 
 
 def _on(leaf: jax.Array, device: jax.Device) -> jax.Array:

@@ -1,6 +1,8 @@
 """The workers of a layout that run on this host, as processes: started together, ended together."""
 
 import dataclasses
+import functools
+import itertools
 import json
 import os
 import signal
@@ -17,7 +19,7 @@ END_S = 10.0  # how long a worker has to end by itself
 
 
 class Fleet:
-    """Starts every local worker of `layout`; a context that leaves none behind.
+    """Starts every local worker of `layout`, all its processes; a context that leaves none behind.
 
     UserError, before any has started, where a port is in use.
     """
@@ -32,30 +34,35 @@ class Fleet:
         self._environment = {**os.environ, **(environment or {})}
         self.processes = [self._start(worker) for worker in self._local]
 
-    def _start(self, worker: WorkerSpec) -> subprocess.Popen:
+    def _start(self, worker: WorkerSpec) -> list[subprocess.Popen]:
         index = self.layout.of_role(worker.role).index(worker)
         command = [sys.executable, "-m", "jaxinfer.run", "worker", "--role", worker.role, "--layout", str(self._file)]
-        return subprocess.Popen([*command, "--index", str(index)], env=self._environment, stdout=subprocess.DEVNULL)
+        command += ["--index", str(index), "--process"]
+        start = functools.partial(subprocess.Popen, env=self._environment, stdout=subprocess.DEVNULL)
+        return [start([*command, str(process)]) for process in range(worker.processes)]
 
-    def kill(self, index: int) -> None:
-        """End a worker without a word to it."""
-        self.processes[index].kill()
-        self.processes[index].wait()
+    def kill(self, index: int, process: int | None = None) -> None:
+        """End a worker, or one of its processes, without a word to it."""
+        for each in self.processes[index] if process is None else [self.processes[index][process]]:
+            each.kill()
+            each.wait()
 
     def restart(self, index: int) -> None:
         """Start a worker that has ended anew, in its place."""
-        assert self.processes[index].poll() is not None
+        assert all(process.poll() is not None for process in self.processes[index])
         self.processes[index] = self._start(self._local[index])
 
     def ended(self) -> list[WorkerSpec]:
-        """Workers whose process has ended."""
-        return [w for w, p in zip(self._local, self.processes, strict=True) if p.poll() is not None]
+        """Workers of which a process has ended."""
+        workers = zip(self._local, self.processes, strict=True)
+        return [worker for worker, own in workers if any(process.poll() is not None for process in own)]
 
     def close(self) -> None:
-        for process in self.processes:
+        processes = list(itertools.chain(*self.processes))
+        for process in processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
-        for process in self.processes:
+        for process in processes:
             try:
                 process.wait(END_S)
             except subprocess.TimeoutExpired:

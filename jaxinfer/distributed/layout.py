@@ -14,6 +14,14 @@
     devices = 8
     kv_budget_mib = 4096
 
+    [[worker]]
+    role = "decode"
+    host = "10.0.0.3"
+    port = 7102
+    devices = 16
+    processes = 2            # on two hosts, with 8 devices each
+    span = "10.0.0.3:7103"   # where the first process, on `host`, meets the others
+
 What is wrong in it is found before any worker starts.
 """
 
@@ -28,6 +36,7 @@ from typing import Any, Self
 from jaxinfer.checkpoints.model import Model
 from jaxinfer.config import EngineConfig, PhasePrecision, Precision
 from jaxinfer.errors import UserError
+from jaxinfer.parallel.multihost import Span
 
 LOCAL_PAIR = "local-pair"
 LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -38,12 +47,17 @@ DEFAULTS = PhasePrecision()
 @dataclass(frozen=True)
 class WorkerSpec:
     """One worker. `weights` and `kv` default to those of `PhasePrecision`; `num_pages`, or `kv_budget_mib` of memory
-    for pages, to room for `max_slots` whole contexts. `model` and `page_size` are those of the layout."""
+    for pages, to room for `max_slots` whole contexts. `model` and `page_size` are those of the layout.
+
+    A worker of several `processes` has its `devices` in equal parts from each. They meet at `span` (host:port), where
+    the first of them, which is also the one at `host` and `port`, listens."""
 
     role: str
     port: int
     host: str = "127.0.0.1"
     devices: int = 1
+    processes: int = 1
+    span: str = ""
     weights: str = ""
     kv: str = ""
     num_pages: int = 0
@@ -57,7 +71,22 @@ class WorkerSpec:
 
     @property
     def local(self) -> bool:
-        return self.host in LOCAL
+        """Whether all its processes run on this host."""
+        return self.host in LOCAL and (self.processes == 1 or self.at(0).place[0] in LOCAL)
+
+    def at(self, process: int, key: bytes = b"-") -> Span:
+        """One of the processes of a worker that has several. UserError names the field that is wrong."""
+        if self.devices < self.processes or self.devices % self.processes:
+            raise UserError(f"{self}: devices {self.devices} do not divide by processes {self.processes}")
+        try:
+            return Span(self.span, self.processes, process, key, self.devices // self.processes)
+        except UserError as error:
+            raise UserError(f"{self}: span {error}") from None
+
+    @property
+    def places(self) -> list[tuple[str, int]]:
+        """Where it listens."""
+        return [(self.host, self.port), *([self.at(0).place] if self.processes > 1 else [])]
 
     @property
     def precision(self) -> Precision:
@@ -122,12 +151,14 @@ class Layout:
                 raise UserError(f"role must be {' or '.join(ROLES)}, not {worker.role!r}")
             if not 0 < worker.port < 65536:
                 raise UserError(f"{worker}: port must be between 1 and 65535, not {worker.port}")
+            if worker.processes < 1:
+                raise UserError(f"{worker}: processes must be at least 1, not {worker.processes}")
         for role in ROLES:
             if not self.of_role(role):
                 raise UserError(f"no worker has the role {role}; give at least one")
-        if len(places := [(w.host, w.port) for w in self.workers]) > len(set(places)):
+        if len(places := [place for w in self.workers for place in w.places]) > len(set(places)):
             twice = next(p for p in places if places.count(p) > 1)
-            raise UserError(f"port {twice[1]} of {twice[0]} is given to two workers")
+            raise UserError(f"port {twice[1]} of {twice[0]} is given to two workers or spans")
         for name, values in self._shared().items():
             if len(set(values)) > 1:
                 what = " and ".join(sorted({str(v) for v in values}))
@@ -188,12 +219,13 @@ class Layout:
 def check_ports(workers: typing.Iterable[WorkerSpec]) -> None:
     """UserError where the port of a worker of this host is in use."""
     for worker in workers:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((worker.host, worker.port))
-            except OSError as error:
-                raise UserError(f"{worker}: port {worker.port} cannot be used: {error.strerror}") from None
+        for place in worker.places:
+            with socket.socket(socket.AF_INET6 if ":" in place[0] else socket.AF_INET) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind(place)
+                except OSError as error:
+                    raise UserError(f"{worker}: port {place[1]} cannot be used: {error.strerror}") from None
 
 
 def free_ports(count: int) -> list[int]:

@@ -282,7 +282,7 @@ class Router:
         elif kind == "returned":
             self._on_returned(peer, Ticket.from_dict(message["ticket"]))
         else:
-            self._on_pulled(message)
+            self._on_pulled(peer, message)
 
     def _on_event(self, peer: Peer, event: dict[str, Any]) -> None:
         request = event["request"]
@@ -329,7 +329,7 @@ class Router:
             flight.ticket = ticket
             self._wait(flight, first=True)
 
-    def _on_pulled(self, message: Message) -> None:
+    def _on_pulled(self, taker: Peer, message: Message) -> None:
         """KV was taken, or won't be: its sender can forget it, or must drop it."""
         kind = "taken" if message["type"] == "taken" else "drop"
         address = message["place"]["address"]
@@ -338,7 +338,7 @@ class Router:
             flight.source = None
         for peer in self._alive("prefill"):
             if peer.address == address:
-                self._send(peer, {"type": kind, "key": message["place"]["key"]})
+                self._send(peer, {"type": kind, "key": message["place"]["key"], "copies": taker.spec.processes})
 
     # ---- ends ----
 

@@ -6,6 +6,8 @@ and where its KV is), `returned` (a ticket whose pages are gone), `taken` (KV th
 be), `census`.
 
 When the router goes, what it had asked for is cancelled, and the worker waits for the next.
+
+Of a worker over several processes the first is the one that the router knows; the others follow it (`spanning`).
 """
 
 import dataclasses
@@ -22,11 +24,14 @@ from jaxinfer.checkpoints.model import Model
 from jaxinfer.config import EngineConfig, config_to_dict
 from jaxinfer.distributed.exchange import Exchange, RemoteArrival
 from jaxinfer.distributed.layout import Layout, WorkerSpec
+from jaxinfer.distributed.spanning import engine_of, join
 from jaxinfer.distributed.wire import Channel, Gone, Listener, Message
 from jaxinfer.engine.decode import DecodeWorker
 from jaxinfer.engine.engine import Event
+from jaxinfer.engine.lockstep import Lockstep
 from jaxinfer.engine.prefill import PrefillWorker
 from jaxinfer.engine.transfer import Ticket
+from jaxinfer.parallel.peer import together
 
 IDLE_S = 0.5  # how long an idle worker waits for a message at a time
 POLL_S = 0.0005  # and one that waits for KV only
@@ -52,20 +57,29 @@ class Worker:
         """Takes the port before anything else, then loads and compiles. UserError on bad input."""
         self.spec, self.layout = spec, layout
         self._listener = Listener(spec.host, spec.port)
-        model = Model.load(spec.model or layout.model, spec.devices)
-        kind = PrefillWorker if spec.role == "prefill" else DecodeWorker
-        self.engine: PrefillWorker | DecodeWorker = kind(model, layout.engine_config(spec))
-        programs = self.engine.programs
-        self._exchange = Exchange(spec.host, programs.block, programs.block_shardings)
+        self._followers = join(layout, spec, 0)
+        with together(self._followers):
+            self.engine: PrefillWorker | DecodeWorker = engine_of(layout, spec, self._followers)
+            programs = self.engine.programs
+            self._exchange = Exchange(spec.host, programs.block, programs.block_shardings)
+        self._copies = max(worker.processes for worker in layout.of_role("decode"))
         self._arrivals: dict[int, RemoteArrival] = {}
         self._stopped = False
 
     def serve(self) -> None:
-        """Serve one router after the other, until one says stop."""
-        while not self._stopped:
-            if (channel := self._listener.accept(None)) is not None:
-                self._session(channel)
+        """Serve one router after the other, until one says stop. PeerGone where another process of this worker ends."""
+        with together(self._followers):
+            while not self._stopped:
+                if (channel := self._listener.accept(IDLE_S)) is not None:
+                    self._session(channel)
+                self._check()
         self._listener.close()
+        if isinstance(self.engine, Lockstep):
+            self.engine.stop()
+
+    def _check(self) -> None:
+        for follower in self._followers:
+            follower.check()
 
     def _session(self, channel: Channel) -> None:
         try:
@@ -78,7 +92,7 @@ class Worker:
             pass
         finally:
             channel.close()
-            self._clear()
+        self._clear()
 
     def _newer(self, channel: Channel) -> Channel:
         """A router that connects while another is there takes its place: the other may have died without a word."""
@@ -99,10 +113,7 @@ class Worker:
             self.engine.cancel(request)
         while self.engine.busy:
             self.engine.step()
-        if isinstance(self.engine, PrefillWorker):
-            self.engine.handoffs.clear()
-        else:
-            self.engine.returned.clear()
+        self.engine.forget_gone()
         self._arrivals.clear()
         self._exchange.drop_older(0.0)
 
@@ -131,7 +142,7 @@ class Worker:
         self.engine.cancel(message["id"])
 
     def _on_taken(self, message: Message) -> None:
-        self._exchange.taken(message["key"])
+        self._exchange.taken(message["key"], message["copies"])
 
     def _on_drop(self, message: Message) -> None:
         self._exchange.drop(message["key"])
@@ -158,6 +169,7 @@ class Worker:
 
     def _advance(self, channel: Channel) -> None:
         if not self.engine.busy:
+            self._check()
             return
         events = self.engine.step()
         if events:
@@ -169,14 +181,14 @@ class Worker:
             self._send_arrived(channel)
             while self.engine.returned:
                 channel.send({"type": "returned", "ticket": self.engine.returned.pop(0).to_dict()})
-            if self.engine.transferring and not self.engine.decoding:
+            if self.engine.awaiting and not self.engine.decoding:
                 time.sleep(POLL_S)
         self._exchange.drop_older(self.layout.request_timeout_s)
 
     def _send_handoffs(self, channel: Channel, engine: PrefillWorker) -> None:
         while engine.handoffs:
             handoff = engine.handoffs.popleft()
-            place = self._exchange.offer(handoff.blocks)
+            place = self._exchange.offer(handoff.blocks, self._copies)
             ticket = handoff.ticket.to_dict()
             channel.send({"type": "handoff", "ticket": ticket, "tokens": handoff.tokens, "place": place})
 
@@ -184,7 +196,7 @@ class Worker:
         """Tell what became of KV: `taken` once the pull was begun and is over, `unwanted` where it never began."""
         for request, arrival in list(self._arrivals.items()):
             under_way = self.engine.under_way.get(request)
-            if under_way is not None and under_way.arrival is arrival:
+            if under_way is not None and under_way.arrival is not None:
                 continue
             del self._arrivals[request]
             kind = "taken" if arrival.started else "unwanted"

@@ -24,12 +24,15 @@ class DecodeWorker(Engine):
         """Queue a request whose KV is here or on its way."""
         request = ticket.request(self.model)
         request.arrival = arrival
-        self.accept(request)
+        super().accept(request)
+
+    def forget_gone(self) -> None:
+        self.returned.clear()
 
     @property
-    def transferring(self) -> int:
+    def awaiting(self) -> list[Request]:
         """Requests that have a slot and wait for their KV."""
-        return sum(r.status is Status.TRANSFER for r in self.scheduler.running)
+        return [r for r in self.scheduler.running if r.status is Status.TRANSFER]
 
     def _admit(self) -> list[Request]:
         admitted = super()._admit()
@@ -41,7 +44,7 @@ class DecodeWorker(Engine):
 
     def _dispatch_prefill(self) -> None:
         """Put the KV that has come into pages."""
-        for request in [r for r in self.scheduler.running if r.status is Status.TRANSFER]:
+        for request in self.awaiting:
             assert request.arrival is not None
             if request.arrival.ready:
                 self._insert(request, request.arrival)

@@ -205,6 +205,9 @@ class Engine:
         """Empty the prefix cache, but for pages that requests have."""
         self.state = self.prefix.evict(self.state, self.config.num_pages)
 
+    def forget_gone(self) -> None:
+        """Drop what has left for another worker and was not fetched."""
+
     def run(self) -> Iterator[Event]:
         """Events until nothing is left to do."""
         while self.busy:

@@ -19,6 +19,9 @@ class PrefillWorker(Engine):
         """Whether `step` would not wait for the device."""
         return not self._in_flight or self._in_flight[0].ready
 
+    def forget_gone(self) -> None:
+        self.handoffs.clear()
+
     def _depth(self) -> int:
         return 1 if self.scheduler.next_chunk() else 0
 

@@ -62,7 +62,9 @@ class Programs:
         self.decode, self.prefill = make(steps.decode_step), on_copies(make(steps.prefill_step))
         self.block_shardings = block_shardings(model, mesh)
         export = functools.partial(steps.export_step, config.handover, config.transfer_tokens)
-        self._export = jax.jit(export, out_shardings=self.block_shardings)
+        # Over several processes a block is whole in each, so that one can offer it.
+        whole = everywhere if jax.process_count() > 1 else self.block_shardings
+        self._export = jax.jit(export, out_shardings=whole)
         self.claim = on_copies(jax.jit(steps.claim_step, out_shardings=everywhere))
         self.insert = on_copies(jax.jit(steps.insert_step, donate_argnums=0, out_shardings=(here, everywhere)))
 

@@ -123,7 +123,7 @@ class Separated:
         for ticket in self.decode.returned:
             self.prefill.accept(ticket.request(self.model), first=True)
         self.decode.returned.clear()
-        if not decodes and self.decode.transferring:
+        if not decodes and self.decode.awaiting:
             time.sleep(IDLE_S)
         events, self._events = self._events, []
         return events

@@ -82,6 +82,11 @@ class Arrival(Protocol):
         """Whether it can be written to pages without waiting; never once it is lost."""
         ...
 
+    @property
+    def told(self) -> Any:
+        """Where it is, as plain JSON values, for other processes that pull it too."""
+        ...
+
     def start(self) -> None:
         """There is a slot for it now: let it come."""
 
@@ -102,7 +107,7 @@ class Handoff:
 class LocalArrival:
     """KV that comes from another mesh of this process."""
 
-    lost = ""
+    lost, told = "", None
 
     def __init__(self, handoff: Handoff, shardings: Block):
         self.tokens = handoff.tokens

@@ -64,6 +64,15 @@ class Peer:
             raise PeerGone(f"{self} {self._reason}")
         return message
 
+    def received(self) -> list[Any]:
+        """The messages that are here and not yet received."""
+        messages = []
+        with suppress(queue.Empty):
+            while (message := self._inbox.get_nowait()) is not None:
+                messages.append(message)
+            self._inbox.put(None)  # for who waits
+        return messages
+
     def check(self, wait: float = 0.0) -> None:
         """PeerGone if it has gone, or goes within `wait` seconds."""
         if self._gone.wait(wait):

@@ -26,7 +26,8 @@ def with_worker(index: int, **changes) -> Layout:
 
 
 def test_a_layout_is_read_as_it_was_written(tmp_path):
-    layout = dataclasses.replace(with_worker(1, kv_budget_mib=8.5, host="10.0.0.2"), max_context=256)
+    span = {"devices": 4, "processes": 2, "span": "10.0.0.2:7103"}
+    layout = dataclasses.replace(with_worker(1, kv_budget_mib=8.5, host="10.0.0.2", **span), max_context=256)
     assert read(tmp_path, to_toml(layout)) == layout
 
 
@@ -49,6 +50,11 @@ WRONG = [
     ({}, {"num_pages": 63}, "num_pages 63 of 16 tokens hold less than one context, max_context 1024"),
     ({}, {"kv_budget_mib": 0.001}, "kv_budget_mib 0.001 is too small for one page of 9,216 bytes"),
     ({}, {"kv_budget_mib": 1.0, "num_pages": 9}, "give num_pages or kv_budget_mib, not both"),
+    ({"processes": 0}, {}, "processes must be at least 1, not 0"),
+    ({"processes": 2, "devices": 3, "span": "127.0.0.1:7103"}, {}, "devices 3 do not divide by processes 2"),
+    ({"processes": 2, "devices": 2}, {}, "prefill worker 127.0.0.1:7101: span '' is not host:port"),
+    ({"processes": 2, "devices": 2, "span": "127.0.0.1"}, {}, "span '127.0.0.1' is not host:port"),
+    ({"processes": 2, "devices": 2, "span": "127.0.0.1:7102"}, {}, "port 7102 of 127.0.0.1 is given to two workers"),
     ({}, {"role": "prefill"}, "no worker has the role decode; give at least one"),
 ]
 
@@ -59,6 +65,12 @@ def test_what_cannot_work_names_the_field(tmp_path, prefill, decode, message):
     with pytest.raises(UserError) as caught:
         read(tmp_path, to_toml(dataclasses.replace(PAIR, workers=tuple(workers))))
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_worker_is_started_here_only_if_all_of_it_is_here():
+    wide = WorkerSpec("decode", 7102, devices=4, processes=2, span="127.0.0.1:7103")
+    assert wide.local and wide.at(1, b"secret").local_devices == 2
+    assert not dataclasses.replace(wide, span="10.0.0.2:7103").local
 
 
 def test_decode_workers_take_one_format():
@@ -87,7 +99,7 @@ def test_a_file_that_is_no_layout(tmp_path, text, message):
 
 
 def test_a_port_in_use_is_found_before_any_worker_starts(monkeypatch):
-    [port] = free_ports(1)
+    port, other = free_ports(2)
     started = []
     monkeypatch.setattr(Fleet, "_start", lambda self, worker: started.append(worker))
     with socket.create_server(("127.0.0.1", port)):
@@ -95,6 +107,8 @@ def test_a_port_in_use_is_found_before_any_worker_starts(monkeypatch):
             check_ports([WorkerSpec("prefill", port)])
         with pytest.raises(UserError, match=f"port {port} cannot be used"):
             Fleet(with_worker(0, port=port))
+        with pytest.raises(UserError, match=f"port {port} cannot be used"):
+            Fleet(with_worker(0, port=other, devices=2, processes=2, span=f"127.0.0.1:{port}"))
     assert started == []
 
 
