@@ -20,6 +20,9 @@ from jaxinfer.models.rope import rotate
 from jaxinfer.parallel.kernels import current
 from pallas_kernels.paged_attention import chosen_mla_attention, gqa_attention, mla_attention
 
+LATENT_EPS = 1e-6
+"""Of the norms of MLA's latents: fixed in the published code, whatever a model's `rms_norm_eps` says."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -68,12 +71,12 @@ class MLA(nnx.Module):
         width = mla.heads * mla.qk_dim
         if mla.q_lora:
             self.query_down = Linear(layers, config.hidden, mla.q_lora, ("embed", "lora"), rngs, dtype)
-            self.query_norm = RMSNorm(layers, mla.q_lora, config.rms_eps, rngs, dtype)
+            self.query_norm = RMSNorm(layers, mla.q_lora, LATENT_EPS, rngs, dtype)
         self.query_up = Linear(
             layers, mla.q_lora or config.hidden, width, ("lora" if mla.q_lora else "embed", "heads"), rngs, dtype
         )
         self.latent_down = Linear(layers, config.hidden, mla.kv_lora + mla.rope_dim, ("embed", "lora"), rngs, dtype)
-        self.latent_norm = RMSNorm(layers, mla.kv_lora, config.rms_eps, rngs, dtype)
+        self.latent_norm = RMSNorm(layers, mla.kv_lora, LATENT_EPS, rngs, dtype)
         self.key_up = Linear(layers, mla.kv_lora, mla.heads * mla.nope_dim, ("lora", "heads"), rngs, dtype)
         self.value_up = Linear(layers, mla.kv_lora, mla.heads * mla.v_dim, ("lora", "heads"), rngs, dtype)
         self.output = Linear(layers, mla.heads * mla.v_dim, config.hidden, ("heads", "embed"), rngs, dtype)
