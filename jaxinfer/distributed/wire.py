@@ -59,7 +59,8 @@ class Listener:
         try:
             self._socket = socket.create_server((host, port))
         except OSError as error:
-            raise UserError(f"port {port} of {host} cannot be used: {error.strerror}") from None
+            why = str(error.strerror).partition(" (")[0]
+            raise UserError(f"port {port} of {host} cannot be used: {why}") from None
 
     def fileno(self) -> int:
         return self._socket.fileno()
