@@ -71,6 +71,10 @@ OutOption = Annotated[
 ]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, help="of sampling and of the choice of examples")]
 
+KVScalesOption = Annotated[
+    Path | None, typer.Option("--kv-scales", help="scales of FP8 pages; default: beside the model, published, or 1")
+]
+
 GENERATE_EXAMPLES = """
 Answers prompts with the engine.
 
@@ -126,6 +130,16 @@ Killed on the way, the same command goes on from where it was.
 
     python -m jaxinfer.run convert --model GLM-4.6 --to int4:g32 --out GLM-4.6-int4
 """
+CALIBRATE_EXAMPLES = """
+Finds the scales of FP8 KV pages: runs texts through the model and writes, for each layer and kind of entry, the scale
+that leaves a factor of 2 above the largest. The file goes into the model's folder, where it is found from then on.
+
+    python -m jaxinfer.run calibrate --model GLM-4.6 --texts sample.txt
+
+    python -m jaxinfer.run calibrate --model smollm2 --texts sample.txt --out scales.json
+
+    python -m jaxinfer.run generate --model smollm2 --kv fp8_e4m3 --kv-scales scales.json --prompt "..."
+"""
 WORKER_EXAMPLES = """
 Runs one worker of a deployment: prefill or decode, as the layout says (see jaxinfer/distributed/layout.py).
 
@@ -162,6 +176,7 @@ def generate(
     model: ModelOption = "tiny",
     weights: WeightsOption = None,
     kv: KVOption = None,
+    kv_scales: KVScalesOption = None,
     separate: SeparateOption = False,
     prefill_weights: PrefillWeightsOption = "fp8_e4m3",
     prefill_kv: PrefillKVOption = "bf16",
@@ -186,7 +201,7 @@ def generate(
     params = SamplingParams(max_tokens, temperature, top_p, top_k, min_p, seed, tuple(stop or ()))
     formats = precisions(weights, kv, separate, prefill_weights, prefill_kv)  # before the model, which may take long
     with progress_display() as progress:
-        loaded = Model.load(model, devices, loading_bar(progress, f"loading {model}"))
+        loaded = Model.load(model, devices, loading_bar(progress, f"loading {model}"), kv_scales)
     options: dict[str, Any] = {"integrity": integrity, "on_mismatch": on_mismatch, "prefix_cache": prefix_cache}
     prompts = [line for p in prompt for line in (sys.stdin.read().splitlines() if p == "-" else [p])]
     tokens = [loaded.encode(p) if raw else loaded.chat(p) for p in prompts]
@@ -358,6 +373,42 @@ def convert(
         print(f"{error.name}: error {error.relative_rms:.4f} of its size (root mean square), at most {error.max:.4g}")
     if len(report.errors) > 10:
         print(f"and {len(report.errors) - 10} tensors with smaller errors, all in {out / 'conversion.json'}")
+
+
+@app.command(help=CALIBRATE_EXAMPLES)
+def calibrate(
+    texts: Annotated[Path, typer.Option("--texts", help="plain text like that to be served")],
+    model: ModelOption = "tiny",
+    out: Annotated[Path | None, typer.Option("--out", help="the file that is made; default: beside the model")] = None,
+    windows: Annotated[int, typer.Option("--windows", min=1, help="pieces of the text that are run")] = 32,
+    length: Annotated[int, typer.Option("--length", min=2, help="tokens of a piece")] = 512,
+) -> None:
+    prepare(1)
+    from jaxinfer.checkpoints import calibration, kv_scales
+    from jaxinfer.checkpoints.model import EMBEDDED, Model
+
+    if out is None and model in EMBEDDED:
+        raise UserError(f"{model} ships with its scales; give --out to keep others elsewhere")
+    path = out or kv_scales.place(Model.where(model))
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UserError(f"can't write to {path}; give --out a file in a folder that can be written to")
+    text = calibration.read_text(texts)
+    with progress_display() as progress:
+        loaded = Model.load(model, 1, loading_bar(progress, f"loading {model}"))
+        if length > loaded.config.max_position:
+            raise UserError(f"length {length} exceeds the model's {loaded.config.max_position} positions")
+        pieces = calibration.windows(loaded.tokenizer.encode(text), loaded.tokenizer.bos_id, length, windows)
+        bar = progress.add_task("calibrating", total=len(pieces))
+        scales = calibration.calibrate(
+            loaded.config, loaded.params, pieces, functools.partial(progress.advance, bar)
+        )
+    about = {"margin": calibration.MARGIN, "texts": texts.name, "tokens": sum(map(len, pieces))}
+    kv_scales.save(path, scales, {"model": loaded.config.name, **about})
+    for kind, values in scales.items():
+        largest = [float(value) * calibration.LIMIT for value in values]
+        most = max(largest)
+        print(f"{kind}: largest entry {most:.4g} (layer {largest.index(most)}), smallest {min(largest):.4g}")
+    print(f"wrote {path}: one scale for each layer and kind, from {about['tokens']:,} tokens")
 
 
 @app.command(help=WORKER_EXAMPLES)

@@ -191,6 +191,8 @@ def new_config(values: Mapping[str, Any], format: WeightFormat) -> dict[str, Any
     else:
         said = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
         said["weight_block_size"] = [FP8_BLOCK, FP8_BLOCK]
+    if scheme := _kv_scheme(values):
+        said["kv_cache_scheme"] = scheme  # the scales are copied, and must be found
     text = values.get("text_config")
     new = {k: v for k, v in values.items() if k != "quantization_config"}
     inner = new if text is None else dict(text)
@@ -198,6 +200,12 @@ def new_config(values: Mapping[str, Any], format: WeightFormat) -> dict[str, Any
     if inner.get("num_nextn_predict_layers"):
         inner["num_nextn_predict_layers"] = 0
     return new if text is None else {**new, "text_config": inner}
+
+
+def _kv_scheme(values: Mapping[str, Any]) -> Any:
+    """What config.json says of static scales of KV entries, which a conversion of weights leaves as they are."""
+    old = values.get("quantization_config") or (values.get("text_config") or {}).get("quantization_config")
+    return (old or {}).get("kv_cache_scheme")
 
 
 # ---- the folder it grows in

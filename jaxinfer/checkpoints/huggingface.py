@@ -1,12 +1,12 @@
 """Local Hugging Face folders: config.json, safetensors with or without an index, tokenizer and chat template."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jax.sharding import Mesh
 
-from jaxinfer.checkpoints import loading
+from jaxinfer.checkpoints import kv_scales, loading, mapping
 from jaxinfer.checkpoints.huggingface_config import model_config
 from jaxinfer.checkpoints.tensors import INDEX, SafeTensors, read_json
 from jaxinfer.checkpoints.watch import Watch
@@ -14,6 +14,8 @@ from jaxinfer.config import ModelConfig
 from jaxinfer.errors import UserError
 from jaxinfer.models.decoder import Params
 from jaxinfer.quantization.formats import FP8_BLOCK, INT4_GROUPS
+
+T = TypeVar("T")
 
 
 def is_folder(folder: Path) -> bool:
@@ -44,8 +46,26 @@ def read_config(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
 def load(folder: Path, mesh: Mesh | None = None, watch: Watch | None = None) -> tuple[ModelConfig, Params]:
     """Configuration and parameters. UserError in one line that names the file and the tensor."""
     config, _ = read_config(folder)
+    return config, _named(folder, lambda: loading.load(config, SafeTensors(folder), mesh, watch))
+
+
+def load_kv_scales(folder: Path, watch: Watch | None = None) -> kv_scales.Scales | None:
+    """The scales of FP8 pages that were published with the weights, if any. UserError where config.json says that there
+    are some, or some layers have them, and one is missing."""
+    config, values = read_config(folder)
+
+    def find() -> kv_scales.Scales | None:
+        tensors = SafeTensors(folder)
+        names = mapping.plain_names(tensors.entries)
+        return kv_scales.published(config, tensors, names, kv_scales.promises(values), watch or Watch())
+
+    return _named(folder, find)
+
+
+def _named(folder: Path, work: Callable[[], T]) -> T:
+    """What `work` gives; its UserError says which folder it is about."""
     try:
-        return config, loading.load(config, SafeTensors(folder), mesh, watch)
+        return work()
     except UserError as error:
         said = str(error)
         raise UserError(said if str(folder) in said else f"{folder}: {said}") from None
@@ -59,13 +79,15 @@ def check_quantization(values: Mapping[str, Any]) -> None:
         return
     if not isinstance(said, Mapping):
         raise UserError("field quantization_config is no object")
+    kv_scales.promises(values)
     method = said.get("quant_method")
     if method == "fp8":
         blocks = [FP8_BLOCK, FP8_BLOCK]
         _expect(said, "quantization_config.", weight_block_size=blocks, fmt="e4m3", activation_scheme="dynamic")
     elif method == "compressed-tensors":
-        _expect(said, "quantization_config.", format="pack-quantized")
-        for name, group in said.get("config_groups", {}).items():
+        if said.get("config_groups") or not said.get("kv_cache_scheme"):  # else only KV entries are quantised
+            _expect(said, "quantization_config.", format="pack-quantized")
+        for name, group in (said.get("config_groups") or {}).items():
             weights, where = group.get("weights") or {}, f"quantization_config.config_groups.{name}.weights."
             _expect(weights, where, num_bits=4, type="int", symmetric=True, strategy="group", actorder=None)
             if weights.get("group_size") not in INT4_GROUPS:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxinfer.checkpoints import mapping
+from jaxinfer.checkpoints import kv_scales, mapping
 from jaxinfer.checkpoints.matrix import F32, FP8, Format, Matrices, Matrix, plain_dtype, takes_blocks
 from jaxinfer.checkpoints.tensors import Tensors
 from jaxinfer.checkpoints.watch import Watch
@@ -127,7 +127,8 @@ def report_unused(config: ModelConfig, matrices: Matrices, sources: Params, watc
     for source in jax.tree.leaves(sources):
         for name in source.stored:
             used.update(matrices.parts(name) if source.rule.matrix else [name])
-    left = [name for name in matrices.names if name not in used and not mapping.is_derived(name, config)]
+    known = lambda name: name in used or mapping.is_derived(name, config) or kv_scales.is_published(name)  # noqa: E731
+    left = [name for name in matrices.names if not known(name)]
     drafts = [name for name in left if mapping.is_draft(name, config)]
     nested = any(name != original for name, original in matrices.names.items())
     others = [n for n in left if nested and n == matrices.names[n]]

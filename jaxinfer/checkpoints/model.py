@@ -1,14 +1,14 @@
 """Model: a configuration, its parameters as trained, the scales of its FP8 pages, and its tokenizer."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.checkpoints import gguf, huggingface, huggingface_text, orbax
+from jaxinfer.checkpoints import gguf, huggingface, huggingface_text, kv_scales, orbax
 from jaxinfer.checkpoints.watch import Watch
 from jaxinfer.config import ModelConfig, Precision
 from jaxinfer.errors import UserError
@@ -41,12 +41,27 @@ class Model:
     ends: frozenset[int] = frozenset()
 
     @classmethod
-    def load(cls, name: str | Path, devices: int = 1, watch: Watch | None = None) -> "Model":
+    def load(
+        cls, name: str | Path, devices: int = 1, watch: Watch | None = None, scales: Path | None = None
+    ) -> "Model":
+        """The model called `name`, as `_load` finds it. Its FP8 pages have the scales in the file `scales`; without
+        one, those that were calibrated and stand beside the model (see `kv_scales`), those published with it, or 1."""
+        if scales is not None and not scales.is_file():  # before the weights, which may take long
+            raise UserError(f"no file {scales}; make it with: python -m jaxinfer.run calibrate --model {name}")
+        model = cls._load(name, devices, watch)
+        file = scales or kv_scales.place(cls.where(name))
+        return replace(model, kv_scales=kv_scales.read(file, model.config)) if file.is_file() else model
+
+    @staticmethod
+    def where(name: str | Path) -> Path:
+        """The folder or GGUF file of the model called `name`, which need not exist."""
+        return gguf.installed(str(name)) if str(name) in gguf.INSTALLED else EMBEDDED.get(str(name), Path(name))
+
+    @classmethod
+    def _load(cls, name: str | Path, devices: int, watch: Watch | None) -> "Model":
         """The embedded model called `name`, or a checkpoint: a folder as Orbax or Hugging Face lay it out, or a GGUF
         file. Hugging Face's go straight to their places on so many `devices`. UserError where there is none."""
-        folder = EMBEDDED.get(str(name), Path(name))
-        if str(name) in gguf.INSTALLED:
-            return cls._from_gguf(gguf.installed(str(name)), watch)
+        folder = cls.where(name)
         if folder.suffix == ".gguf":
             return cls._from_gguf(folder, watch)
         if not folder.is_dir():
@@ -77,8 +92,9 @@ class Model:
         config.check_devices(devices)
         tokenizer, template, ends = huggingface_text.read(folder)
         check_vocabulary(folder, tokenizer, config)
+        scales = huggingface.load_kv_scales(folder, watch)
         config, params = huggingface.load(folder, make_mesh(devices) if devices > 1 else None, watch)
-        return cls(config, params, unit_scales(config), tokenizer, template=template, ends=ends)
+        return cls(config, params, scales or unit_scales(config), tokenizer, template=template, ends=ends)
 
     @classmethod
     def _from_gguf(cls, file: Path, watch: Watch | None) -> "Model":
