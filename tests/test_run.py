@@ -126,9 +126,10 @@ def test_an_ablation_writes_json_markdown_and_a_picture(here, tmp_path):
 
 def test_the_ablation_tables_of_the_model_are_whole(here, tmp_path, monkeypatch):
     """All with next to nothing measured: every field is there, quality is paired, formats differ as they must."""
-    from experiments import ablation
+    from experiments import ablation, weights
 
     monkeypatch.setattr(ablation, "QUICK", ablation.Effort(examples=2, texts=1, rounds=2, steps=3))
+    monkeypatch.setattr(weights, "FORMATS", ("bf16", "fp8_e4m3", "int4:g32+dense"))
     names = ("kv-cache", "weights", "integrity", "prefix-cache")
     code, out, err = here("ablation", "--tables", ",".join(names), "--out", str(tmp_path))
     assert code == 0, err
@@ -139,10 +140,10 @@ def test_the_ablation_tables_of_the_model_are_whole(here, tmp_path, monkeypatch)
     assert kv["bf16"]["kl"] == 0 and 0 < kv["fp8_e4m3"]["kl"] < 0.1
     assert set(kv["fp8_e4m3"]["quality"]) == {"arithmetic", "choice", "tool_call", "code", "retrieval", "session"}
     assert all(entry["ci_low"] <= entry["diff"] <= entry["ci_high"] for entry in kv["fp8_e4m3"]["quality"].values())
-    weights = {row["weight_format"]: row for row in found["weights"]["rows"]}
-    ratios = [weights[name]["bytes_ratio"] for name in ("bf16", "fp8_e4m3", "int4:g32+dense")]
+    rows = {row["weight_format"]: row for row in found["weights"]["rows"]}
+    ratios = [rows[name]["bytes_ratio"] for name in weights.FORMATS]
     assert 1 == ratios[0] > ratios[1] > ratios[2]
-    assert all(0 < row["kl"] < 0.1 for name, row in weights.items() if name != "bf16")
+    assert all(0 < row["kl"] < 0.1 for name, row in rows.items() if name != "bf16")
     assert {row["level"] for row in found["integrity"]["rows"]} >= {"off", "tags"}
     assert out.count("measured on the CPU") == 4
     control, half, most = found["prefix-cache"]["rows"]
