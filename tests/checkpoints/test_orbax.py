@@ -176,28 +176,33 @@ def test_a_folder_without_its_parts_is_none(copy, tmp_path):
     refused(copy, "config.json cannot be read")
 
 
-def largest_file(folder):
-    files = [path for path in (folder / "arrays").rglob("*") if path.is_file()]
-    return max(files, key=lambda path: path.stat().st_size)
+def data_files(folder):
+    """All that hold tensors: which of them the manifest refers to differs from one save to the next."""
+    return [path for path in (folder / "arrays").rglob("d/*") if path.is_file()]
+
+
+def lose(folder):
+    for path in data_files(folder):
+        path.unlink()
 
 
 def cut(folder):
-    path = largest_file(folder)
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    for path in data_files(folder):
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def scribble(folder):
-    path = largest_file(folder)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 4 : len(data) // 2] = bytes(len(data) // 2 - len(data) // 4)
-    path.write_bytes(data)
+    for path in data_files(folder):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 4 : len(data) // 2] = bytes(len(data) // 2 - len(data) // 4)
+        path.write_bytes(data)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # futures that the failed read left
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda folder: largest_file(folder).unlink(),
+        lose,
         cut,
         scribble,
         lambda folder: (folder / "arrays" / "_METADATA").unlink(),
